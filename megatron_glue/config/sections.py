@@ -1,0 +1,287 @@
+"""The sections of a run's configuration: small, frozen, each field with its unit and its off-value.
+
+Flat flag names are generated from the field names (``num_layers`` -> ``--num-layers``), so they match Megatron-LM's.
+Rules that touch one field stand here; rules that cross sections stand in ``validation.py``; where values come from is
+``loading.py``'s business. This file reads no environment and no file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+def option(default: Any, doc: str, *, flag: str = "", values: dict[str, Any] | None = None, off_flag: str = "") -> Any:
+    """Declare a field.
+
+    Args:
+        default: Default value.
+        doc: What it is, with unit and off-value.
+        flag: Flag name when it differs from the field name.
+        values: Words the flag accepts and the value each stands for, when they differ.
+        off_flag: Extra flag name (Megatron's) that sets a boolean to False.
+    """
+    extra = {key: value for key, value in (("flag", flag), ("values", values), ("off_flag", off_flag)) if value}
+    return Field(default=default, description=doc, json_schema_extra=extra or None)
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys are errors, no silent conversion of strings to numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelConfig(Section):
+    """Shape of the decoder."""
+
+    num_layers: PositiveInt = option(4, "Decoder blocks.")
+    hidden_size: PositiveInt = option(256, "Width of the residual stream.")
+    ffn_hidden_size: PositiveInt | None = option(
+        None, "Width of the dense feed-forward; unset: 4 x hidden for GELU, 8/3 x hidden rounded up to 64 for SwiGLU."
+    )
+    num_attention_heads: PositiveInt = option(4, "Query heads.")
+    num_query_groups: PositiveInt | None = option(None, "Key/value heads; unset: as many as query heads.")
+    kv_channels: PositiveInt | None = option(None, "Width of one head; unset: hidden size / query heads.")
+    max_position_embeddings: PositiveInt | None = option(
+        None, "Longest position of the RoPE, sinusoidal or learned table, in tokens; unset: the sequence length."
+    )
+    position_embedding_type: Literal["rope", "sinusoidal", "learned", "none"] = option(
+        "rope", "How positions enter the model; off: none."
+    )
+    rotary_base: Annotated[float, Field(gt=0)] = option(10000.0, "Base of the RoPE frequencies.")
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(1.0, "Share of each head that RoPE rotates.")
+    normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", "Kind of norm.")
+    norm_epsilon: Annotated[float, Field(gt=0)] = option(1e-5, "Added to the variance in norms.")
+    qk_layernorm: bool = option(False, "Normalise queries and keys per head; off: false.")
+    window_size: NonNegativeInt = option(0, "Sliding attention window, in tokens, self included; off: 0.")
+    window_attn_skip_freq: PositiveInt | tuple[int, ...] | None = option(
+        None, "Every N-th layer attends fully (N), or one 0/1 per layer (1 = windowed); unset: all layers windowed."
+    )
+    swiglu: bool = option(True, "SwiGLU feed-forward; off: GELU.")
+    add_bias_linear: bool = option(False, "Biases in linear layers; off: false.", off_flag="disable_bias_linear")
+    untie_embeddings_and_output_weights: bool = option(False, "Own weights for the output layer; off: tied.")
+    attention_dropout: Probability = option(0.0, "Dropout on attention probabilities; off: 0.")
+    hidden_dropout: Probability = option(
+        0.0, "Dropout on each block's two residual branches and the embedding; off: 0."
+    )
+    init_method_std: Annotated[float, Field(gt=0)] = option(0.02, "Standard deviation of initial weights.")
+    make_vocab_size_divisible_by: PositiveInt = option(128, "The vocabulary is padded to a multiple of this.")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the dense feed-forward."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return 64 * -(-8 * self.hidden_size // 192) if self.swiglu else 4 * self.hidden_size
+
+    def window_of_layer(self, layer_index: int) -> int:
+        """Sliding window of one layer in tokens, 0 for full attention."""
+        skip = self.window_attn_skip_freq
+        if self.window_size == 0 or skip is None:
+            return self.window_size
+        windowed = skip[layer_index] == 1 if isinstance(skip, tuple) else (layer_index + 1) % skip != 0
+        return self.window_size if windowed else 0
+
+
+class MoEConfig(Section):
+    """Mixture-of-experts layers."""
+
+    num_experts: NonNegativeInt = option(0, "Experts per MoE layer; off (dense model): 0.")
+    moe_router_topk: PositiveInt = option(2, "Experts per token.")
+    moe_ffn_hidden_size: PositiveInt | None = option(None, "Width of one expert; unset: the dense width.")
+    moe_layer_freq: PositiveInt | tuple[int, ...] = option(
+        1, "Every N-th layer is MoE, counted from the first (N), or one 0/1 per layer (1 = MoE)."
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] = option("softmax", "Scores from router logits.")
+    moe_router_norm_topk_prob: bool = option(True, "Weights of the chosen experts sum to 1; off: raw scores.")
+    moe_router_topk_scaling_factor: Annotated[float, Field(gt=0)] = option(1.0, "Factor on the weights; off: 1.")
+    moe_aux_loss_coeff: NonNegativeFloat = option(0.01, "Weight of the load-balancing loss; off: 0.")
+    moe_z_loss_coeff: NonNegativeFloat = option(0.001, "Weight of the router z-loss; off: 0.")
+    moe_aux_loss_scope: Literal["micro-batch", "sequence"] = option(
+        "micro-batch", "Tokens over which load is compared: a whole micro-batch or each document of it."
+    )
+    moe_shared_expert_intermediate_size: NonNegativeInt = option(
+        0, "Width of the shared expert that every token passes; off: 0."
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False, "Balance load by a bias on the choice of experts (auxiliary-loss-free); off: false."
+    )
+    moe_router_bias_update_rate: NonNegativeFloat = option(0.001, "Step of that bias per optimizer step; off: 0.")
+
+    def is_moe_layer(self, layer_index: int) -> bool:
+        """Whether a layer (counted from 0) holds experts."""
+        if self.num_experts == 0:
+            return False
+        if isinstance(self.moe_layer_freq, tuple):
+            return self.moe_layer_freq[layer_index] == 1
+        return layer_index % self.moe_layer_freq == 0
+
+
+class ParallelConfig(Section):
+    """How ranks share the work. Sizes of 1 are off; data parallel size is what remains of the world."""
+
+    tensor_model_parallel_size: PositiveInt = option(1, "Ranks that split each layer's weights; off: 1.")
+    pipeline_model_parallel_size: PositiveInt = option(1, "Ranks that split the layers; off: 1.")
+    context_parallel_size: PositiveInt = option(1, "Ranks that split each sequence; off: 1.")
+    expert_model_parallel_size: PositiveInt = option(1, "Ranks that split the experts; off: 1.")
+    expert_tensor_parallel_size: PositiveInt = option(1, "Ranks that split each expert; off: 1.")
+    data_parallel_engine: Literal["ddp", "fsdp2"] = option("ddp", "Replicated weights (ddp) or sharded (fsdp2).")
+    distributed_timeout_minutes: PositiveInt = option(10, "Longest wait for another rank, in minutes.")
+
+
+class DataConfig(Section):
+    """Documents, tokenizer and packing."""
+
+    data_path: tuple[str, ...] = option((), "JSONL files, .gz too; empty: the embedded corpus.")
+    json_key: str = option("text", "Key of the document text in JSONL files.")
+    tokenizer_type: Literal["byte"] = option("byte", "How text becomes ids.")
+    seq_length: Annotated[int, Field(ge=2)] = option(1024, "Tokens per pack.")
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = option(0.02, "Share of documents kept for evaluation.")
+    packing_window: PositiveInt = option(256, "Documents that first-fit-decreasing looks at together.")
+    max_documents: NonNegativeInt = option(0, "Use only the first N documents; off: 0.")
+
+
+class OptimizerConfig(Section):
+    """Optimizer and learning-rate schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = option(2e-3, "Peak learning rate.")
+    min_lr: NonNegativeFloat = option(2e-4, "Learning rate at the end of decay.")
+    lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = option("cosine", "Shape of the schedule.")
+    lr_warmup_iters: NonNegativeInt = option(10, "Iterations of linear warmup; off: 0.")
+    lr_decay_iters: PositiveInt | None = option(None, "Iteration at which decay ends; unset: the last one.")
+    lr_wsd_decay_iters: PositiveInt | None = option(
+        None, "Length of the final decay of WSD, in iterations; unset: a tenth of the run."
+    )
+    weight_decay: NonNegativeFloat = option(0.1, "Decoupled decay of matrices; norms and biases have none; off: 0.")
+    adam_beta1: Probability = option(0.9, "Decay of Adam's first moment.")
+    adam_beta2: Probability = option(0.95, "Decay of Adam's second moment.")
+    adam_eps: Annotated[float, Field(gt=0)] = option(1e-8, "Added to Adam's denominator.")
+    clip_grad: NonNegativeFloat = option(1.0, "Largest global gradient norm; off: 0.")
+
+
+class AcceleratorConfig(Section):
+    """The three optimisations, each with its own switch."""
+
+    enable_metadata_cache: bool = option(
+        False, "Build packed-sequence metadata once per micro-batch; off: in every layer.", flag="use_packed_cache"
+    )
+    cache_scope: Literal["micro-batch"] = option("micro-batch", "How long cached metadata lives.")
+    enable_double_buffer: bool = option(
+        False,
+        "Recompute blocks from offloaded inputs that two buffers bring back; off: false.",
+        flag="double_buffer_ckpt",
+    )
+    buffer_size_mb: NonNegativeInt = option(
+        0, "Room for reload buffers on the device, in MiB; off (no bound): 0.", flag="double_buffer_size_mb"
+    )
+    enable_grouped_index: bool = option(
+        True,
+        "Group tokens by expert in one counting pass; off: one mask per expert.",
+        flag="moe_grouping",
+        values={"one-pass": True, "loop": False},
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least important message shown.")
+    metrics_interval: PositiveInt = option(10, "Iterations between reads of the accelerator's counters.")
+
+
+class ActivationConfig(Section):
+    """Recompute and offload of activations."""
+
+    recompute_granularity: Literal["auto", "none", "full"] = option(
+        "auto",
+        "Recompute each block in backward; auto: full when offload or double buffer is on; off: none.",
+    )
+    activation_offload: bool = option(
+        False, "Move block inputs off the device; implied by --double-buffer-ckpt, alone: one buffer; off: false."
+    )
+    activation_offload_dir: str | None = option(
+        None, "Folder of the disk tier (machines without an accelerator); unset: the run's own folder."
+    )
+    activation_debug_poison: bool = option(False, "Fill freed reload slots with NaN; off: false.")
+
+
+class BackendConfig(Section):
+    """Which kernel serves each role. ``auto`` takes the first that works on this machine."""
+
+    attention_backend: Literal["auto", "segments", "varlen", "flex", "dense"] = option("auto", "Packed attention.")
+    norm_backend: Literal["auto", "torch"] = option("auto", "RMSNorm and LayerNorm.")
+    grouped_mm_backend: Literal["auto", "torch", "loop"] = option("auto", "Product of grouped rows and expert weights.")
+    grouping_backend: Literal["auto", "numpy", "torch"] = option("auto", "One-pass grouping.")
+    optimizer_backend: Literal["auto", "fused", "foreach"] = option("auto", "AdamW update.")
+    cross_entropy_chunk_tokens: PositiveInt = option(1024, "Tokens whose logits exist at once.")
+
+
+class LoggingConfig(Section):
+    """What the run tells and where."""
+
+    log_interval: PositiveInt = option(10, "Iterations between progress lines.")
+    progress: Literal["auto", "bar", "plain", "none"] = option("auto", "Live bar, plain lines or nothing.")
+    summary_path: str | None = option(None, "Write the summary there as JSON; unset: nowhere.")
+    sample_prompt: str = option("def ", "Text that the trained model continues; off: empty.")
+    sample_tokens: NonNegativeInt = option(96, "Tokens of the sample continuation; off: 0.")
+
+
+class TrainConfig(Section):
+    """The run itself."""
+
+    accelerator: AcceleratorConfig = Field(default_factory=AcceleratorConfig, description="The three optimisations.")
+    name: str = option("pretrain", "Name of the run; its folder is runs/NAME-TIME when --save is not given.")
+    micro_batch_size: PositiveInt = option(1, "Packs per micro-batch and rank.")
+    global_batch_size: PositiveInt = option(2, "Packs per optimizer step over all ranks.")
+    train_iters: PositiveInt = option(100, "Optimizer steps of the whole run.")
+    exit_interval: NonNegativeInt = option(0, "Save and stop when the iteration is a multiple of this; off: 0.")
+    eval_interval: NonNegativeInt = option(50, "Iterations between evaluations; off (only at the end): 0.")
+    eval_iters: PositiveInt = option(4, "Micro-batches per rank and evaluation.")
+    save: str | None = option(None, "Folder of checkpoints to write and to resume from; unset: a new folder per start.")
+    save_interval: NonNegativeInt = option(50, "Iterations between checkpoints; off (only at the end): 0.")
+    keep_last: PositiveInt = option(2, "Complete checkpoints kept on disk.")
+    seed: NonNegativeInt = option(1234, "Seed of weights, data order and dropout.")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to compute; auto: a GPU if there is one.")
+    precision: Literal["auto", "fp32", "bf16"] = option("auto", "Compute type; auto: bf16 on a GPU, fp32 on a CPU.")
+
+
+class RunConfig(Section):
+    """Everything one run is configured by."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    moe: MoEConfig = Field(default_factory=MoEConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    training: TrainConfig = Field(default_factory=TrainConfig)
+    activation: ActivationConfig = Field(default_factory=ActivationConfig)
+    backend: BackendConfig = Field(default_factory=BackendConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+    @property
+    def accelerator(self) -> AcceleratorConfig:
+        """The three optimisations (``training.accelerator`` in YAML)."""
+        return self.training.accelerator
+
+    @property
+    def recompute(self) -> bool:
+        """Whether blocks are recomputed in backward."""
+        if self.activation.recompute_granularity == "auto":
+            return self.offload
+        return self.activation.recompute_granularity == "full"
+
+    @property
+    def offload(self) -> bool:
+        """Whether block inputs leave the device between forward and backward."""
+        return self.activation.activation_offload or self.accelerator.enable_double_buffer

@@ -1,0 +1,20 @@
+"""Floor 0: frozen contracts between rooms, with their invariants. No computation, no configuration."""
+
+from megatron_glue.types.dispatch import DispatchMetadata, RoutingDecision
+from megatron_glue.types.forward_context import ForwardContext, RouterRecord, SavedDecisions
+from megatron_glue.types.packed_batch import IGNORE_LABEL, PackedBatch
+from megatron_glue.types.packed_sequence import PAD_SEGMENT_ID, PackedSequence
+from megatron_glue.types.token_groups import TokenGroups
+
+__all__ = [
+    "IGNORE_LABEL",
+    "PAD_SEGMENT_ID",
+    "DispatchMetadata",
+    "ForwardContext",
+    "PackedBatch",
+    "PackedSequence",
+    "RouterRecord",
+    "RoutingDecision",
+    "SavedDecisions",
+    "TokenGroups",
+]

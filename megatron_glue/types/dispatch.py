@@ -1,0 +1,50 @@
+"""What the expert-parallel dispatcher must remember between dispatch and combine.
+
+Returned by ``dispatch`` and handed back to ``combine``, never stored on the dispatcher, so that several micro-batches
+can be in flight. The routing decision is what recompute reuses instead of routing, grouping and exchanging anew.
+
+Shape suffixes: T tokens, K top-k, R received rows, P expert-parallel ranks, e experts of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_glue.types.token_groups import TokenGroups
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchMetadata:
+    """The layout of one exchange.
+
+    Attributes:
+        groups: Grouping of this rank's own pairs.
+        send_splits: Rows sent to each expert-parallel rank (host integers; ``None`` without expert parallelism).
+        receive_splits: Rows received from each expert-parallel rank (host integers; ``None`` likewise).
+        regroup_R: int64. Received row that stands at each row of the local expert order; ``None`` when the received
+            order already is the expert order.
+        regroup_inverse_R: int64. Inverse of ``regroup_R``.
+        counts_e: int64. Rows of each local expert after the exchange.
+    """
+
+    groups: TokenGroups
+    send_splits: tuple[int, ...] | None
+    receive_splits: tuple[int, ...] | None
+    regroup_R: Tensor | None
+    regroup_inverse_R: Tensor | None
+    counts_e: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingDecision:
+    """What one MoE layer decided in the forward pass and must not decide again in its recompute.
+
+    Attributes:
+        expert_ids_TK: int64. Chosen experts of each valid token.
+        dispatch: The exchange that follows from them.
+    """
+
+    expert_ids_TK: Tensor
+    dispatch: DispatchMetadata

@@ -1,0 +1,79 @@
+"""Everything a block needs to know about the micro-batch it works on, passed explicitly.
+
+Built by the training step (or by evaluation) once per micro-batch and handed down to every block. Nothing in the model
+keeps it, so a block never depends on what ran before it.
+
+Shape suffixes: E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megatron_glue.types.packed_sequence import PackedSequence
+
+
+@dataclass(frozen=True, eq=False)
+class RouterRecord:
+    """What one MoE layer reports about one micro-batch. All tensors are detached and stay on their device.
+
+    Attributes:
+        layer_index: Global index of the layer.
+        counts_E: int64. (token, choice) pairs routed to each expert by this rank.
+        aux_loss: fp32 scalar, before its coefficient.
+        z_loss: fp32 scalar, before its coefficient.
+        num_dropped_pairs: int64 scalar. Pairs that no expert processed.
+    """
+
+    layer_index: int
+    counts_E: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+    num_dropped_pairs: Tensor
+
+
+class SavedDecisions:
+    """Decisions of one block's forward pass that its recompute must repeat, keyed by the layer that made them.
+
+    The activation manager creates one per block call and drops it after that block's backward.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Any] = {}
+
+    def get(self, key: str) -> Any | None:
+        """Return what was saved under ``key``, or None."""
+        return self._entries.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Save ``value`` under ``key``; a key is written once."""
+        assert key not in self._entries, f"decision {key!r} was already saved in this forward pass"
+        self._entries[key] = value
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardContext:
+    """One micro-batch, as blocks see it.
+
+    Attributes:
+        sequence: The packed layout, on the model's device.
+        seed: The run's seed.
+        step: Optimizer step, counted from 0.
+        micro_batch: GLOBAL index of the micro-batch in the step, the same under every layout.
+        aux_loss_scale: Factor on auxiliary losses, 1 / (micro-batches of the whole step), so that gradients are sums.
+        decisions: Where a block saves and finds its routing decision; ``None`` when nothing will be recomputed.
+        is_recompute: True when the block runs a second time, for backward.
+        router_log: List that MoE layers append a :class:`RouterRecord` to, in forward only; ``None`` to log nothing.
+    """
+
+    sequence: PackedSequence
+    seed: int = 0
+    step: int = 0
+    micro_batch: int = 0
+    aux_loss_scale: float = 1.0
+    decisions: SavedDecisions | None = None
+    is_recompute: bool = False
+    router_log: list[RouterRecord] | None = field(default=None, repr=False)
