@@ -1,0 +1,1 @@
+"""Floor 4: documents, tokens and packs."""
