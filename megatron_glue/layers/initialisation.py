@@ -1,0 +1,58 @@
+"""Initial values of parameters, as a function of the run seed and the parameter's GLOBAL name alone.
+
+Every rank draws the same values whatever it holds and whatever was built before, so the first loss is the same under
+every layout, and replicated parameters are equal at step 0 without a broadcast. Values are drawn on the CPU in fp32
+and then copied, so a GPU run starts where a CPU run starts.
+
+It runs once, while the model is built. It does not choose names; the room that builds a module does.
+
+Shape suffixes: e local experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_glue.ops.dropout import derive_seed, seed_of_name
+
+
+def residual_std(std: float, num_layers: int) -> float:
+    """Return the deviation for projections that end on the residual stream: std / sqrt(2 * num_layers) (GPT-2)."""
+    return std / math.sqrt(2 * num_layers)
+
+
+def _draw(shape: torch.Size, std: float, seed: int) -> Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def init_normal_(param: Tensor, std: float, seed: int, name: str) -> None:
+    """Fill a replicated parameter with N(0, std^2).
+
+    Args:
+        param: The whole parameter, any shape, dtype and device.
+        std: Standard deviation.
+        seed: The run's seed.
+        name: Global name of the parameter, e.g. ``blocks.3.attention.qkv_weight``.
+    """
+    param.copy_(_draw(param.shape, std, derive_seed(seed, seed_of_name(name))))
+
+
+@torch.no_grad()
+def init_expert_normal_(param_e: Tensor, std: float, seed: int, name: str, first_expert_id: int) -> None:
+    """Fill a stack of experts, each from its own GLOBAL expert id, so that the expert-parallel layout never matters.
+
+    Args:
+        param_e: [num_local_experts, ...].
+        std: Standard deviation.
+        seed: The run's seed.
+        name: Global name of the stacked parameter, the same on every rank.
+        first_expert_id: Global id of this rank's first expert.
+    """
+    for local_index, param in enumerate(param_e):
+        expert_seed = derive_seed(seed, seed_of_name(name), first_expert_id + local_index)
+        param.copy_(_draw(param.shape, std, expert_seed))
