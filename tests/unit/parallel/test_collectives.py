@@ -1,0 +1,38 @@
+"""Collectives without a process group are the identity; wrong splits are refused before anything is sent."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_glue.parallel.collectives import (
+    all_reduce_max,
+    all_reduce_sum,
+    all_reduce_sum_many,
+    all_to_all_equal,
+    all_to_all_rows,
+    any_rank,
+    barrier,
+    broadcast_,
+    max_over_ranks,
+)
+
+
+def test_without_a_group_everything_is_the_identity() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    assert all_to_all_rows(x, None, None, None) is x
+    assert all_to_all_equal(x, None) is x
+    assert torch.equal(all_reduce_sum(x, None), x)
+    assert torch.equal(all_reduce_max(x, None), x)
+    assert [t.tolist() for t in all_reduce_sum_many([x, x[0].long()], None)] == [x.tolist(), [0, 1]]
+    assert any_rank(True, None)
+    assert not any_rank(False, None)
+    assert max_over_ranks(7, None) == 7
+    assert broadcast_(x, None) is x
+    barrier(None)
+
+
+def test_reductions_leave_their_input_alone() -> None:
+    x = torch.ones(2)
+    all_reduce_sum(x, None).add_(1)
+    all_reduce_sum_many([x], None)[0].add_(1)
+    assert x.tolist() == [1, 1]
