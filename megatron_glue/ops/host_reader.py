@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -32,3 +33,15 @@ class HostReader:
         """
         self.count += 1
         return tensor.tolist()
+
+    def where(self, mask: Tensor) -> tuple[Tensor, ...]:
+        """Find the true elements of a mask; the size of the answer is a device value, so this is a read.
+
+        Args:
+            mask: bool, any shape.
+
+        Returns:
+            One int64 index tensor per dim of the mask, on its device.
+        """
+        self.count += 1
+        return torch.where(mask)

@@ -1,0 +1,148 @@
+"""Moving rows into expert order and back, by gathers only.
+
+``permute_rows`` copies each token's row once per choice, in expert order; ``unpermute_rows`` adds each token's K
+results up again, weighted. Neither their forward nor their backward scatters: every sum has a fixed order
+(k = 0, 1, ...), so results are the same in every run, and no [T, K, D] intermediate exists (``embedding_bag`` gathers
+and adds in one pass).
+
+Pairs with a sentinel expert stand in the tail, past the last offset, where a grouped product leaves uninitialised
+memory. With ``has_sentinels`` the tail is never read, in either direction; a dropless layer knows on the host that
+there is no tail and saves that pass.
+
+Stands on both sides of the experts of an MoE layer. It knows no expert, no weight and no other rank.
+
+Shape suffixes: T tokens, D model, K top-k, N = T*K pairs, R rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_glue.types import TokenGroups
+
+
+def permute_rows(x_TD: Tensor, groups: TokenGroups, *, has_sentinels: bool = True) -> Tensor:
+    """Copy token rows into expert order.
+
+    Args:
+        x_TD: [T, D] floating point.
+        groups: Grouping of T * K pairs.
+        has_sentinels: False if every pair is known to have an expert.
+
+    Returns:
+        [N, D]; row i belongs to pair ``groups.order_N[i]``. Differentiable: the gradient of a token is the sum over its
+        K rows, without those in the tail.
+    """
+    _check_pairs(x_TD.shape[0], groups)
+    return _PermuteRows.apply(x_TD, groups, has_sentinels)
+
+
+def unpermute_rows(y_ND: Tensor, groups: TokenGroups, weights_TK: Tensor, *, has_sentinels: bool = True) -> Tensor:
+    """Add up each token's K rows, weighted, in token order.
+
+    Args:
+        y_ND: [N, D] in expert order; the tail may hold anything, NaN included.
+        groups: Grouping of T * K pairs.
+        weights_TK: [T, K] floating point; used in the dtype of ``y_ND``.
+        has_sentinels: False if every pair is known to have an expert.
+
+    Returns:
+        [T, D] in the dtype of ``y_ND``. Differentiable with respect to rows and weights; both gradients are zero for
+        pairs in the tail.
+    """
+    _check_pairs(weights_TK.shape[0], groups)
+    return _UnpermuteRows.apply(y_ND, weights_TK, groups, has_sentinels)
+
+
+def gather_rows(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """Apply a permutation of rows.
+
+    Args:
+        x_RD: [R, D].
+        index_R: int64 permutation; row i of the result is row ``index_R[i]``.
+        inverse_R: int64, its inverse, so that the backward is a gather too.
+
+    Returns:
+        [R, D].
+    """
+    return _GatherRows.apply(x_RD, index_R, inverse_R)
+
+
+def _check_pairs(num_tokens: int, groups: TokenGroups) -> None:
+    if num_tokens * groups.top_k != groups.num_pairs:
+        raise ValueError(f"{num_tokens} tokens with {groups.top_k} choices each do not make {groups.num_pairs} pairs")
+
+
+def _token_of_row(groups: TokenGroups) -> Tensor:
+    return torch.div(groups.order_N, groups.top_k, rounding_mode="floor")
+
+
+def _without_tail(rows_ND: Tensor, groups: TokenGroups) -> Tensor:
+    """Zeros past the last offset; a select, because 0 * NaN would stay NaN."""
+    rows_N = torch.arange(rows_ND.shape[0], device=rows_ND.device)
+    return rows_ND.masked_fill((rows_N >= groups.offsets_E[-1])[:, None], 0.0)
+
+
+def _sum_choices(rows_ND: Tensor, groups: TokenGroups, weights_TK: Tensor | None) -> Tensor:
+    """[T, D]: for each token the (weighted) sum of its K rows, accumulated in order of k."""
+    if groups.num_pairs == 0:
+        return rows_ND.new_zeros(0, rows_ND.shape[1])
+    rows_TK = groups.inverse_N.view(-1, groups.top_k)
+    return F.embedding_bag(rows_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
+
+
+class _PermuteRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, groups: TokenGroups, has_sentinels: bool) -> Tensor:
+        ctx.groups, ctx.has_sentinels = groups, has_sentinels
+        return x_TD.index_select(0, _token_of_row(groups))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        grad_ND = grad_outputs[0].contiguous()
+        if ctx.has_sentinels:
+            grad_ND = _without_tail(grad_ND, ctx.groups)
+        return _sum_choices(grad_ND, ctx.groups, None), None, None
+
+
+class _UnpermuteRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, weights_TK: Tensor, groups: TokenGroups, has_sentinels: bool) -> Tensor:
+        if has_sentinels:
+            y_ND = _without_tail(y_ND, groups)
+        ctx.groups, ctx.has_sentinels, ctx.weights_dtype = groups, has_sentinels, weights_TK.dtype
+        weights_TK = weights_TK.to(y_ND.dtype)
+        ctx.save_for_backward(y_ND, weights_TK)
+        return _sum_choices(y_ND.contiguous(), groups, weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        y_ND, weights_TK = ctx.saved_tensors
+        groups = ctx.groups
+        grad_ND = grad_outputs[0].index_select(0, _token_of_row(groups))
+        grad_weights_TK = None
+        if ctx.needs_input_grad[1]:
+            grad_weights_N = (y_ND * grad_ND).sum(-1, dtype=ctx.weights_dtype)
+            grad_weights_TK = grad_weights_N.index_select(0, groups.inverse_N).view(weights_TK.shape)
+        grad_y_ND = None
+        if ctx.needs_input_grad[0]:
+            grad_y_ND = grad_ND.mul_(weights_TK.reshape(-1, 1).index_select(0, groups.order_N))
+            if ctx.has_sentinels:
+                grad_y_ND = _without_tail(grad_y_ND, groups)
+        return grad_y_ND, grad_weights_TK, None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return x_RD.index_select(0, index_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_R,) = ctx.saved_tensors
+        return grad_outputs[0].index_select(0, inverse_R), None, None
