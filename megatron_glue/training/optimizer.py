@@ -1,0 +1,196 @@
+"""AdamW that skips an update as a whole when the gradient is not finite, without asking the device.
+
+The last station of a step: gradients arrive reduced and clipped, the learning rate comes from ``lr_schedule.py``. It
+neither reduces nor clips, and hyperparameters are no state: only moments, step counters and the number of skipped
+updates go into a checkpoint, so a resumed run follows its present configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.sections import BackendConfig, OptimizerConfig
+from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.precision import track_updates
+from megatron_glue.training.parameter_names import global_name
+
+
+class GuardedAdamW:
+    """``torch.optim.AdamW`` with a device-side guard against gradients that are not finite.
+
+    The fused kernels take the flag as ``found_inf`` and leave weights, moments and step counters as they are when it is
+    set. Every rank derives the flag from the same global norm, so all of them skip together. The foreach variant has no
+    such argument: there the flag is read on the host before the update, one counted read per step.
+
+    How many updates were skipped has to reach the host, because the schedule stands still for them. The flag travels
+    in a copy that is awaited only when somebody asks, one step later: by then a whole forward and backward are queued
+    behind it, and the device does not run dry.
+
+    Args:
+        optimizer: The wrapped optimizer; each group carries ``lr_multiplier``.
+        names: Global name of each parameter.
+        device: Where the parameters live.
+        host_reader: Counts the foreach variant's reads.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.AdamW,
+        names: dict[Parameter, str],
+        device: torch.device,
+        host_reader: HostReader,
+    ) -> None:
+        self.torch_optimizer = optimizer
+        self.implementation = "fused" if optimizer.defaults["fused"] else "foreach"
+        self._names = names
+        self._host_reader = host_reader
+        self._num_skipped_updates = 0
+        self._skip_flag = torch.zeros((), dtype=torch.float32, pin_memory=device.type == "cuda")
+        self._skip_flag_on_host = self._skip_flag.numpy()
+        self._skip_event = torch.cuda.Event() if device.type == "cuda" else None
+        track_updates(optimizer)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                optimizer.state[param] = _initial_state(param, is_fused=self.implementation == "fused")
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, grad_norm: Tensor) -> None:
+        """Update all parameters, or none if the gradient norm is not finite.
+
+        Args:
+            learning_rate: Value of the schedule; each group multiplies it by its ``lr_multiplier``. A plain number: it
+                reaches the kernel as an argument, without a copy to the device.
+            grad_norm: fp32 scalar on the device. Global norm before clipping, the same on all ranks.
+        """
+        self._settle()
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = learning_rate * group["lr_multiplier"]
+        skip = torch.isfinite(grad_norm).logical_not().to(torch.float32).reshape(())
+        if self.implementation == "fused":
+            # The attribute is the protocol between torch.amp.GradScaler and optimizers with fused kernels.
+            self.torch_optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+            self.torch_optimizer.step()
+        elif self._host_reader.read(skip) == 0:
+            self.torch_optimizer.step()
+        self._skip_flag.copy_(skip, non_blocking=True)
+        if self._skip_event is not None:
+            self._skip_event.record()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self.torch_optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def num_skipped_updates(self) -> int:
+        """Updates skipped so far, the last step included; waits for that step's end if it is still running."""
+        self._settle()
+        return self._num_skipped_updates
+
+    @num_skipped_updates.setter
+    def num_skipped_updates(self, value: int) -> None:
+        self._settle()
+        self._num_skipped_updates = value
+
+    def named_state(self) -> Iterable[tuple[str, Parameter, dict[str, Tensor]]]:
+        """Yield global name, parameter and its state: ``step``, ``exp_avg`` and ``exp_avg_sq``, all tensors.
+
+        The state exists from the start, so a checkpoint can be read into it before the first step.
+        """
+        for param, name in self._names.items():
+            yield name, param, self.torch_optimizer.state[param]
+
+    def _settle(self) -> None:
+        """Count the previous step's flag, once."""
+        if self._skip_event is not None:
+            self._skip_event.synchronize()
+        self._num_skipped_updates += int(self._skip_flag_on_host)
+        self._skip_flag_on_host[...] = 0
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, Parameter]],
+    config: OptimizerConfig,
+    backend: BackendConfig,
+    device: torch.device,
+    *,
+    host_reader: HostReader | None = None,
+    lr_multiplier_of: Callable[[str], float] = lambda name: 1.0,
+) -> GuardedAdamW:
+    """Build AdamW (decoupled weight decay, arXiv:1711.05101) over groups of alike parameters.
+
+    Args:
+        named_parameters: Names and parameters of the wrapped model; those without ``requires_grad`` are left out.
+        config: Optimizer section.
+        backend: Its ``optimizer_backend`` chooses the implementation.
+        device: Where the parameters live.
+        host_reader: Counts device reads of the foreach variant; unset: an own one.
+        lr_multiplier_of: Factor on the learning rate by global parameter name.
+
+    Returns:
+        The optimizer, its state allocated.
+
+    Raises:
+        ConfigError: If ``fused`` is asked for and the device has no such kernel.
+    """
+    names: dict[Parameter, str] = {}
+    groups: dict[Any, dict[str, Any]] = {}
+    for local_name, param in named_parameters:
+        if not param.requires_grad:
+            continue
+        name = global_name(local_name, param)
+        assert param not in names, f"{name} is a second name of {names[param]}"
+        names[param] = name
+        decay = config.weight_decay if is_decayed(name, param) else 0.0
+        multiplier = lr_multiplier_of(name)
+        # Multi-tensor kernels refuse plain tensors and DTensors in one call, and DTensors of two meshes.
+        kind = param.device_mesh if isinstance(param, DTensor) else None
+        empty = {"params": [], "weight_decay": decay, "lr_multiplier": multiplier}
+        groups.setdefault((decay, multiplier, kind), empty)["params"].append(param)
+    use_fused = _use_fused(backend.optimizer_backend, device)
+    optimizer = torch.optim.AdamW(
+        list(groups.values()),
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        fused=use_fused,
+        foreach=not use_fused,
+    )
+    return GuardedAdamW(optimizer, names, device, host_reader or HostReader())
+
+
+def is_decayed(name: str, param: Tensor) -> bool:
+    """Whether weight decay applies: to matrices and embeddings, not to norms and biases.
+
+    A bias is known by its name, because the biases of stacked experts or of a fused projection have two dims.
+    """
+    return param.dim() > 1 and "bias" not in name.rsplit(".", 1)[-1]
+
+
+def _use_fused(choice: str, device: torch.device) -> bool:
+    if choice == "foreach":
+        return False
+    try:
+        torch.optim.AdamW([torch.zeros(1, device=device, requires_grad=True)], fused=True)
+    except RuntimeError as error:
+        if choice == "fused":
+            raise ConfigError(
+                "optimizer_backend", choice, f"torch has no such kernel for {device.type}", "use auto or foreach"
+            ) from error
+        return False
+    return True
+
+
+def _initial_state(param: Parameter, *, is_fused: bool) -> dict[str, Tensor]:
+    """What AdamW itself would create in its first step; fused kernels want the counter on the device."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=param.device if is_fused else "cpu"),
+        "exp_avg": torch.zeros_like(param, requires_grad=False, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(param, requires_grad=False, memory_format=torch.preserve_format),
+    }
