@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from megatron_glue.config.errors import ConfigError
 
 _CACHE_ATTRIBUTE = "_compute_copy"
+_FULL_PRECISION_ATTRIBUTE = "_keeps_full_precision"
 _COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -91,6 +92,19 @@ def local(weight: Tensor, dtype: torch.dtype) -> Tensor:
         # intermediate lives for one use, and an inference tensor keeps no version.
         return weight.to(dtype)
     return _CachedCast.apply(weight, dtype)
+
+
+def keep_full_precision(param: Tensor) -> None:
+    """Mark a small parameter that layers read in fp32 even when they compute in bf16, such as a router's weight.
+
+    Without the mark FSDP2 would hand the layer a value rounded to bf16, and the engines would route differently.
+    """
+    setattr(param, _FULL_PRECISION_ATTRIBUTE, True)
+
+
+def keeps_full_precision(param: Tensor) -> bool:
+    """Whether :func:`keep_full_precision` marked the parameter."""
+    return getattr(param, _FULL_PRECISION_ATTRIBUTE, False)
 
 
 def track_updates(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,43 @@
+"""Chooses the data-parallel engine for a model. The last technique that is applied to it.
+
+See ``engines/base.py`` for what an engine promises.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megatron_glue.config.sections import ParallelConfig
+from megatron_glue.parallel.engines.base import DataParallelEngine, SingleEngine, keep_shard_specs
+from megatron_glue.parallel.engines.ddp import DdpEngine
+from megatron_glue.parallel.engines.fsdp2 import Fsdp2Engine
+from megatron_glue.parallel.mesh import ParallelMesh
+from megatron_glue.parallel.precision import Precision
+
+__all__ = ["DataParallelEngine", "wrap_data_parallel"]
+
+
+def wrap_data_parallel(
+    model: nn.Module, mesh: ParallelMesh, parallel: ParallelConfig, precision: Precision
+) -> DataParallelEngine:
+    """Wrap a model whose parameters are fp32, on their device and final.
+
+    Afterwards every parameter has a :class:`ShardSpec`. Optimizers must be built from ``engine.gradient_parameters()``,
+    since FSDP2 replaces parameters.
+
+    Args:
+        model: Its ``blocks`` are :class:`ManagedBlock` shells. Its loss is computed inside its forward, so that all
+            parameters are used under the engine's hooks.
+        mesh: The run's mesh.
+        parallel: Which engine.
+        precision: Compute dtype.
+
+    Returns:
+        The engine; with one data-parallel rank, one that reduces nothing, whichever was asked for.
+    """
+    with keep_shard_specs(model):
+        if mesh.dp_size == 1:
+            return SingleEngine(model)
+        if parallel.data_parallel_engine == "ddp":
+            return DdpEngine(model, mesh)
+        return Fsdp2Engine(model, mesh, precision)

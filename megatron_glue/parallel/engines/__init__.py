@@ -1,0 +1,1 @@
+"""The data-parallel engines: one process, replicated weights (DDP), sharded weights (FSDP2)."""

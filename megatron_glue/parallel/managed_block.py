@@ -1,0 +1,57 @@
+"""The shell around a block in which the activation manager runs it, and the names that do not depend on shells.
+
+FSDP2 gathers a module's weights in hooks around that module's call. Recompute calls a block inside an autograd
+Function, under ``no_grad`` in forward and from within backward: hooks there would come too late (the Function's
+parameters are looked up before it) and would see no gradient. So the hooks sit one level further out::
+
+    shell.__call__   <- hooks: gather before forward, free after it; gather before backward, reduce after it
+      run_block      <- the activation manager: plain call or Function(x, *block.parameters())
+        block        <- no hooks inside, so it may run twice
+
+DDP needs no hooks around blocks; the shell is there all the same, so that the model is one model under every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+_SHELL_ATTRIBUTE = "managed"
+_WRAPPER_SEGMENTS = frozenset({_SHELL_ATTRIBUTE, "_orig_mod"})
+
+
+class ManagedBlock(nn.Module):
+    """Calls a block through ``run_block``. This, not the block, is what an engine may shard.
+
+    Args:
+        block: Called as ``block(x_TD, context)``. It must not contain modules with engine hooks of their own.
+        run_block: ``ActivationManager.run_block`` or anything of its form: ``run_block(block, x_TD, context)``. It may
+            look ``block.parameters()`` up when it is called, and again in backward; it must not keep them in between.
+    """
+
+    def __init__(self, block: nn.Module, run_block: Callable[[nn.Module, Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.managed = block
+        self._run_block = run_block
+
+    def forward(self, x_TD: Tensor, context: Any) -> Tensor:
+        """Run the block.
+
+        Args:
+            x_TD: [T, D] activations.
+            context: Passed on as it is.
+
+        Returns:
+            [T, D] activations.
+        """
+        return self._run_block(self.managed, x_TD, context)
+
+
+def canonical_name(name: str) -> str:
+    """Remove what wrappers add to a parameter's name: DDP's leading ``module``, shells, ``torch.compile``'s segment."""
+    segments = name.split(".")
+    while segments and segments[0] == "module":
+        segments = segments[1:]
+    return ".".join(segment for segment in segments if segment not in _WRAPPER_SEGMENTS)
