@@ -8,7 +8,7 @@ class ConfigError(ValueError):
 
     Args:
         field: Name of the flag, YAML key or file, as the user wrote it.
-        value: The offending value.
+        value: The offending value; an empty text when there is none to show.
         reason: Why it cannot be used.
         remedy: What to do instead.
     """
@@ -18,4 +18,5 @@ class ConfigError(ValueError):
         self.value = value
         self.reason = reason
         self.remedy = remedy
-        super().__init__(f"{field}={value}: {reason}; {remedy}")
+        subject = field if value == "" else f"{field}={value}"
+        super().__init__(f"{subject}: {reason}; {remedy}")

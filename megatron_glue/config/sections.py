@@ -27,14 +27,14 @@ def option(default: Any, doc: str, *, flag: str = "", values: dict[str, Any] | N
         values: Words the flag accepts and the value each stands for, when they differ.
         off_flag: Extra flag name (Megatron's) that sets a boolean to False.
     """
-    extra = {key: value for key, value in (("flag", flag), ("values", values), ("off_flag", off_flag)) if value}
+    extra: Any = {key: value for key, value in (("flag", flag), ("values", values), ("off_flag", off_flag)) if value}
     return Field(default=default, description=doc, json_schema_extra=extra or None)
 
 
 class Section(BaseModel):
     """Base of all sections: frozen, unknown keys are errors, no silent conversion of strings to numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
 class ModelConfig(Section):
