@@ -1,0 +1,134 @@
+"""Runs the blocks of a model part and decides what of them is kept for backward.
+
+Stands between the model and its blocks: the model calls ``run_block`` instead of the block. Three ways, each with the
+same gradients bit for bit: keep everything (plain call); keep the block's input and recompute the rest; keep the input
+off the device too. The training step calls ``begin_step`` before the first micro-batch, ``end_forward`` after each
+forward pass, and ``reset`` in its ``finally``.
+
+One manager per model part and device; it is not shared between threads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_glue.activation.device_api import CudaDevice, has_integrated_memory
+from megatron_glue.activation.disk_tier import DiskTier
+from megatron_glue.activation.offloader import InputOffloader
+from megatron_glue.activation.pinned_tier import PinnedTier
+from megatron_glue.activation.plan import ActivationPlan
+from megatron_glue.activation.recompute import InputInMemory, run_recomputed
+from megatron_glue.activation.statistics import ActivationStats, TimelineEvent
+from megatron_glue.activation.tiers import Tier
+from megatron_glue.types import ForwardContext
+
+
+class ActivationManager:
+    """The technique of a run, applied to one model part.
+
+    Args:
+        plan: What to do.
+        device: Where the model part computes.
+        tier: Where inputs go; None chooses pinned host memory on CUDA and the plan's folder elsewhere.
+
+    Raises:
+        ValueError: The disk tier has no folder, or the device has no tier.
+        OSError: The folder cannot be written to.
+    """
+
+    def __init__(self, plan: ActivationPlan, device: torch.device | str, *, tier: Tier | None = None) -> None:
+        self._plan = plan
+        self._device = torch.device(device)
+        self._offloader: InputOffloader | None = None
+        self._is_integrated = False
+        if plan.offload:
+            self._is_integrated = (
+                has_integrated_memory(self._device) if plan.integrated_memory is None else plan.integrated_memory
+            )
+            num_buffers = 2 if plan.double_buffer and not self._is_integrated else 1
+            self._offloader = InputOffloader(plan, tier or _choose_tier(plan, self._device), num_buffers)
+
+    def run_block(self, block: nn.Module, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        """Run one block.
+
+        Args:
+            block: Called as ``block(x_TD, context)``: once, and again in backward if the plan says so.
+            x_TD: Its input, [T, D] on this manager's device. Nobody may write to it before backward.
+            context: The micro-batch. Blocks of one micro-batch run in order; several may be in flight.
+
+        Returns:
+            The block's output.
+
+        Raises:
+            OSError: The tier is full or cannot be written.
+        """
+        if not self._plan.recompute or not torch.is_grad_enabled():
+            return block(x_TD, context)
+        is_nested = context.decisions is not None or context.is_recompute
+        if is_nested or not (x_TD.requires_grad or any(weight.requires_grad for weight in block.parameters())):
+            return block(x_TD, context)
+        if self._offloader is None:
+            kept = InputInMemory(x_TD)
+        else:
+            kept = self._offloader.store(x_TD, context.micro_batch)
+        return run_recomputed(block, x_TD, context, kept, self._plan.preserve_rng)
+
+    def begin_step(self) -> None:
+        """Start an optimizer step: nothing of an earlier one is left."""
+        self.reset()
+
+    def end_forward(self) -> None:
+        """Forward of a micro-batch is done: start on the input that backward needs first."""
+        if self._offloader is not None:
+            self._offloader.prefetch_first()
+
+    def reset(self) -> None:
+        """Drop everything that is kept off the device, also after an exception in forward or backward."""
+        if self._offloader is not None:
+            self._offloader.reset()
+
+    def stats(self) -> ActivationStats:
+        """Figures since the last ``reset_stats``. The host waits for the device: call it on logging steps."""
+        return ActivationStats() if self._offloader is None else self._offloader.stats()
+
+    def timeline(self) -> list[TimelineEvent]:
+        """Copies, waits and blocks since the last ``reset_stats``, if the plan asks for them."""
+        return [] if self._offloader is None else self._offloader.statistics.timeline()
+
+    def reset_stats(self) -> None:
+        """Set all figures to zero."""
+        if self._offloader is not None:
+            self._offloader.statistics.reset()
+
+    @property
+    def num_tracked_inputs(self) -> int:
+        """Inputs that are off the device now."""
+        return 0 if self._offloader is None else self._offloader.num_tracked
+
+    def close(self) -> None:
+        """Free memory, files and threads. Idempotent."""
+        if self._offloader is not None:
+            self._offloader.close()
+
+    def describe(self) -> str:
+        """Say in one line what was chosen. Known in full after the first forward, which shows the size of inputs."""
+        if not self._plan.recompute:
+            return "activations: kept"
+        if self._offloader is None:
+            return "activations: recomputed, block inputs kept on the device"
+        line = f"activations: recomputed, block inputs offloaded to {self._offloader.describe()}"
+        if self._plan.double_buffer and self._is_integrated:
+            line += " (the device shares the host's memory, so there is no copy to hide)"
+        return line
+
+
+def _choose_tier(plan: ActivationPlan, device: torch.device) -> Tier:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return PinnedTier(CudaDevice(torch.device("cuda", index)), plan.poison)
+    if device.type != "cpu":
+        raise ValueError(f"offload=True: no tier for device {device}; it works on cuda and cpu")
+    if plan.offload_dir is None:
+        raise ValueError("offload_dir=None: a machine without an accelerator offloads to disk and needs a folder")
+    return DiskTier(plan.offload_dir)

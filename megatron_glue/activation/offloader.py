@@ -1,0 +1,134 @@
+"""Block inputs between their forward and their backward, when they are offloaded.
+
+Ties the three parts together: the tier (how bytes move), the reload buffers (where they come back to) and the order
+(which comes next). It knows nothing about blocks or recompute.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_glue.activation.double_buffer import ReloadBuffers
+from megatron_glue.activation.input_order import InputOrder
+from megatron_glue.activation.plan import ActivationPlan
+from megatron_glue.activation.statistics import ActivationStats, StatisticsRecorder
+from megatron_glue.activation.tiers import StoredInput, Tier
+
+
+class OffloadedInput:
+    """The claim of one block call on its offloaded input."""
+
+    def __init__(self, offloader: InputOffloader, stored: StoredInput, micro_batch: int) -> None:
+        self._offloader = offloader
+        self._stored = stored
+        self._micro_batch = micro_batch
+        self._generation = offloader.generation
+
+    def fetch(self) -> Tensor:
+        """Return the input, in memory that is valid until ``release``.
+
+        Raises:
+            RuntimeError: The step that stored it is over.
+            OSError: The tier could not write or read it.
+        """
+        if self._generation != self._offloader.generation:
+            raise RuntimeError(
+                "the input of this block was dropped when its step ended: run backward before the next begin_step()"
+            )
+        return self._offloader.fetch(self._stored, self._micro_batch)
+
+    def release(self) -> None:
+        """Give up the claim. Does nothing when the step is over."""
+        if self._generation == self._offloader.generation:
+            self._offloader.release(self._stored, self._micro_batch)
+
+
+class InputOffloader:
+    """Sends inputs away and brings them back ahead of backward.
+
+    Args:
+        plan: The choices of the run.
+        tier: Where inputs go.
+        num_buffers: 2 to fetch ahead, 1 to copy and then compute.
+
+    Attributes:
+        generation: Counts resets; a claim from before a reset is void.
+    """
+
+    def __init__(self, plan: ActivationPlan, tier: Tier, num_buffers: int) -> None:
+        self._tier = tier
+        self._statistics = StatisticsRecorder(tier.mark, tier.elapsed_ms, plan.record_timeline)
+        self._buffers = ReloadBuffers(
+            tier,
+            self._statistics,
+            num_wanted=num_buffers,
+            max_bytes=plan.buffer_size_bytes,
+            poison=plan.poison,
+        )
+        self._order = InputOrder()
+        self.generation = 0
+
+    def store(self, x: Tensor, micro_batch: int) -> OffloadedInput:
+        """Send an input away.
+
+        Raises:
+            OSError: The tier is full or cannot be written.
+        """
+        stored = self._tier.store(x)
+        self._buffers.expect(stored.num_bytes)
+        self._order.append(micro_batch, stored)
+        self._statistics.add_offload(stored.num_bytes, stored.transfer)
+        return OffloadedInput(self, stored, micro_batch)
+
+    def fetch(self, stored: StoredInput, micro_batch: int) -> Tensor:
+        """Bring an input back, and start on the one before it."""
+        return self._buffers.acquire(stored, self._order.after(micro_batch, stored))
+
+    def release(self, stored: StoredInput, micro_batch: int) -> None:
+        """Give an input's buffer and its place in the tier back."""
+        self._order.remove(micro_batch, stored)
+        if self._buffers.is_in_use(stored):
+            self._buffers.release(stored)
+        else:
+            self._buffers.drop(stored)
+
+    def prefetch_first(self) -> None:
+        """Start on the input that backward needs first, unless buffers are busy with earlier ones."""
+        first = self._order.first()
+        if first is not None and self._buffers.num_occupied == 0:
+            self._buffers.prefetch(first)
+
+    def reset(self) -> None:
+        """Drop everything that is stored, on its way or in use; void all claims; forget earlier errors."""
+        self.generation += 1
+        self._tier.settle()
+        for stored in self._order.pop_all():
+            self._buffers.drop(stored)
+
+    def close(self) -> None:
+        """Free all memory, files and threads. Idempotent."""
+        self.reset()
+        self._buffers.close()
+        self._tier.close()
+
+    @property
+    def num_tracked(self) -> int:
+        """Inputs that are stored now."""
+        return len(self._order)
+
+    @property
+    def statistics(self) -> StatisticsRecorder:
+        """The recorder, for reset and timeline."""
+        return self._statistics
+
+    def stats(self) -> ActivationStats:
+        """All figures since the last reset of the statistics."""
+        return self._statistics.summary(
+            requested_bytes=self._tier.requested_bytes,
+            held_bytes=self._tier.held_bytes,
+            buffer_bytes=self._buffers.held_bytes,
+        )
+
+    def describe(self) -> str:
+        """Say where inputs go and how they come back."""
+        return f"{self._tier.describe()}, {self._buffers.describe()}"

@@ -1,0 +1,48 @@
+"""What the activation manager is asked to do, as one frozen object.
+
+Floor 4, read once when the manager is built. It decides nothing about a single batch and holds no state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """The choices of a run. The default turns everything off: blocks are plain calls.
+
+    Attributes:
+        recompute: Run each block a second time in backward instead of keeping its intermediate results.
+        offload: Move the input of a recomputed block off the device until backward.
+        double_buffer: Bring inputs back through two buffers, ahead of backward; False: one buffer, copy then compute.
+        offload_dir: Folder of the disk tier; unused on CUDA, where inputs move to host memory.
+        buffer_size_bytes: Most bytes that the reload buffers may hold on the device; 0 means no bound.
+        poison: Fill every freed reload buffer with NaN, so that a read at the wrong time shows.
+        preserve_rng: Draw the same numbers from torch's global generators in recompute as in forward. It costs
+            about 2 microseconds per block on a CPU, so it is on.
+        integrated_memory: Whether the device shares its memory with the host, where there is no copy to hide and two
+            buffers only cost room. None asks the device; True and False overrule it.
+        record_timeline: Keep the begin and end of every copy and wait since the last ``reset_stats``.
+    """
+
+    recompute: bool = False
+    offload: bool = False
+    double_buffer: bool = False
+    offload_dir: Path | None = None
+    buffer_size_bytes: int = 0
+    poison: bool = False
+    preserve_rng: bool = True
+    integrated_memory: bool | None = None
+    record_timeline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.offload and not self.recompute:
+            raise ValueError(
+                "offload=True: the inputs of blocks move away only if blocks are recomputed; set recompute"
+            )
+        if self.double_buffer and not self.offload:
+            raise ValueError("double_buffer=True: buffers bring offloaded inputs back; set offload")
+        if self.buffer_size_bytes < 0:
+            raise ValueError(f"buffer_size_bytes={self.buffer_size_bytes}: must not be negative; 0 means no bound")
