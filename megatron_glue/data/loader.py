@@ -1,0 +1,239 @@
+"""Hands each rank its micro-batches of every optimizer step, one step ahead, and knows its exact position.
+
+Stands between the global stream of packs and the training step. A rank builds only its own micro-batches, but knows
+the plan of the whole step: how many labels all ranks have together is a host integer here, so the loss is normalised
+without a collective and without reading a device. Position means consumed: what was prefetched and not handed out is
+built again after a resume. It does not evaluate; ``heldout.py`` does.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.data.pack_stream import PackStream, StreamPosition, assemble_batch
+from megatron_glue.types.packed_batch import PackedBatch
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the packs of one optimizer step are dealt to ranks.
+
+    Pack p of the step stands in global micro-batch p // micro_batch_size; global micro-batch g is micro-batch
+    g // dp_size of rank g % dp_size. All ranks have the same number of micro-batches.
+
+    Attributes:
+        micro_batch_size: Packs per micro-batch.
+        global_batch_size: Packs per optimizer step over all ranks.
+        dp_rank: This rank's index among the data-parallel ranks.
+        dp_size: Number of data-parallel ranks.
+    """
+
+    micro_batch_size: int
+    global_batch_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise ValueError(f"dp_rank={self.dp_rank}: must lie between 0 and dp_size={self.dp_size}")
+        per_round = self.micro_batch_size * self.dp_size
+        if self.micro_batch_size < 1 or self.global_batch_size < 1 or self.global_batch_size % per_round:
+            raise ConfigError(
+                "--global-batch-size",
+                self.global_batch_size,
+                f"is not a positive multiple of micro batch size {self.micro_batch_size} x data-parallel size "
+                f"{self.dp_size}",
+                f"use a multiple of {max(per_round, 1)}",
+            )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per step of each rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+    def packs_of(self, micro_batch: int) -> slice:
+        """Return which of the step's packs stand in this rank's micro-batch of that number."""
+        begin = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
+        return slice(begin, begin + self.micro_batch_size)
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One optimizer step as the worker built it; ``copied`` is recorded once its tensors are on the device."""
+
+    batches: list[PackedBatch]
+    num_label_tokens: int
+    num_valid_tokens: int
+    end: StreamPosition
+    copied: torch.cuda.Event | None
+
+
+class BatchLoader:
+    """Iterates over optimizer steps.
+
+    Args:
+        stream: The global stream of packs.
+        plan: How packs are dealt to ranks.
+        device: Where the batches go.
+        prefetch: Build the next step in a thread while the current one computes.
+    """
+
+    def __init__(
+        self, stream: PackStream, plan: BatchPlan, *, device: torch.device | str = "cpu", prefetch: bool = True
+    ) -> None:
+        self._stream = stream
+        self._plan = plan
+        self._device = torch.device(device)
+        self._copy_stream = None
+        if self._device.type == "cuda":
+            # The current device belongs to a thread: pin it down here, where it is the caller's.
+            self._device = torch.empty(0, device=self._device).device
+            self._copy_stream = torch.cuda.Stream(self._device)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="batch-prefetch") if prefetch else None
+        self._pending: Future[_Step] | None = None
+        self._position = StreamPosition()
+        self._current: _Step | None = None
+        self._closed = False
+
+    @property
+    def position(self) -> StreamPosition:
+        """The first pack that no step has consumed."""
+        return self._position
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per step of each rank."""
+        return self._plan.num_micro_batches
+
+    @property
+    def step_label_tokens(self) -> int:
+        """Labels in the step handed out last, over all ranks and micro-batches; 0 before the first."""
+        return self._current.num_label_tokens if self._current else 0
+
+    @property
+    def step_valid_tokens(self) -> int:
+        """Tokens that are not padding in the step handed out last, over all ranks and micro-batches."""
+        return self._current.num_valid_tokens if self._current else 0
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Share of places that hold a token in the epoch of the current position, 0 to 1."""
+        return self._stream.plan(self._position.epoch).efficiency
+
+    def next_step(self) -> list[PackedBatch]:
+        """Return this rank's micro-batches of the next optimizer step, on the device.
+
+        Returns:
+            ``num_micro_batches`` batches of ``micro_batch_size * seq_length`` tokens each.
+
+        Raises:
+            Exception: Whatever building the step raised, in the prefetching thread too. The position stays.
+            ValueError: After :meth:`close`.
+        """
+        if self._closed:
+            raise ValueError("the loader is closed")
+        pending, self._pending = self._pending, None
+        step = pending.result() if pending else self._build(self._position)
+        if step.copied is not None:
+            self._hand_over(step)
+        self._position, self._current = step.end, step
+        if self._worker:
+            self._pending = self._worker.submit(self._build, step.end)
+        return step.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and what it refers to, as plain JSON values. A prefetched step does not count."""
+        position = self._position
+        return {
+            "epoch": position.epoch,
+            "pack": position.pack,
+            "num_packs_taken": position.num_packs_taken,
+            "stream": self._stream.identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position. Ranks and batch sizes may differ from when it was saved.
+
+        Raises:
+            ConfigError: If the position belongs to other documents, another seed, length or window.
+        """
+        for name, now in self._stream.identity().items():
+            saved = state["stream"][name]
+            if saved != now:
+                raise ConfigError(
+                    "--data-path" if name == "documents" else f"--{name.replace('_', '-')}",
+                    now,
+                    f"the checkpoint's position in the data was saved with {name} {saved}",
+                    "resume with the same data and settings, or start a new run with another --save",
+                )
+        position = StreamPosition(int(state["epoch"]), int(state["pack"]), int(state["num_packs_taken"]))
+        num_packs = self._stream.plan(position.epoch).num_packs
+        if not 0 <= position.pack < num_packs:
+            raise ValueError(f"pack={position.pack}: epoch {position.epoch} has {num_packs} packs")
+        self._discard_pending()
+        self._position, self._current = position, None
+
+    def close(self) -> None:
+        """End the prefetching thread; harmless when called again."""
+        self._closed = True
+        self._discard_pending()
+        if self._worker:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _discard_pending(self) -> None:
+        if self._pending and not self._pending.cancel():
+            self._pending.exception()  # waits; an error in a step nobody will get concerns nobody
+        self._pending = None
+
+    def _build(self, position: StreamPosition) -> _Step:
+        plan, documents = self._plan, self._stream.documents
+        packs, end = self._stream.take(position, plan.global_batch_size)
+        num_tokens = plan.micro_batch_size * self._stream.seq_length
+        batches = [
+            assemble_batch(documents, packs[plan.packs_of(index)], num_tokens)
+            for index in range(plan.num_micro_batches)
+        ]
+        copied = None
+        if self._copy_stream is not None:
+            with torch.cuda.stream(self._copy_stream):
+                batches = [_pinned(batch).to(self._device, non_blocking=True) for batch in batches]
+                copied = torch.cuda.Event()
+                copied.record(self._copy_stream)
+        return _Step(
+            batches=batches,
+            num_label_tokens=sum(pack.num_label_tokens for pack in packs),
+            num_valid_tokens=sum(pack.num_tokens for pack in packs),
+            end=end,
+            copied=copied,
+        )
+
+    def _hand_over(self, step: _Step) -> None:
+        """Let the computing stream wait for the copies, and keep their memory until it has used them."""
+        assert step.copied is not None
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(step.copied)
+        for batch in step.batches:
+            for tensor in _tensors(batch):
+                tensor.record_stream(computing)
+
+
+def _tensors(batch: PackedBatch) -> tuple[torch.Tensor, ...]:
+    return batch.input_ids_T, batch.labels_T, batch.sequence.segment_ids_T, batch.sequence.positions_T
+
+
+def _pinned(batch: PackedBatch) -> PackedBatch:
+    """Return the batch in page-locked memory, which is what makes a copy to the device asynchronous."""
+    ids, labels, segment_ids, positions = (tensor.pin_memory() for tensor in _tensors(batch))
+    sequence = replace(batch.sequence, segment_ids_T=segment_ids, positions_T=positions, cache_entries={})
+    return replace(batch, input_ids_T=ids, labels_T=labels, sequence=sequence)
