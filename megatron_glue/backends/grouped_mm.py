@@ -69,6 +69,10 @@ class _ContiguousGradient(torch.autograd.Function):
 def grouped_mm_torch(x_RD: Tensor, weight_eDF: Tensor, offsets_e: Tensor, *, zero_tail: bool = False) -> Tensor:
     """Multiply all experts in one call. See :class:`GroupedMM`."""
     in_width, out_width = weight_eDF.shape[1:]
+    if x_RD.shape[0] == 0:
+        # The kernel's backward rejects empty operands. One row past the last offset is never read, and the rank without
+        # tokens keeps its autograd edge and gets zero weight gradients.
+        return grouped_mm_torch(F.pad(x_RD, (0, 0, 0, 1)), weight_eDF, offsets_e)[:0]
     rows_RD = _ZeroTail.apply(x_RD, offsets_e) if zero_tail else x_RD
     # The kernel wants rows that start at multiples of 16 bytes; other widths get zero columns for the product.
     num_elements = 16 // x_RD.element_size()
