@@ -81,6 +81,21 @@ def group_tokens(
     )
 
 
+def count_ids(ids: Tensor, num_ids: int) -> Tensor:
+    """Histogram of ids without a host read (``torch.bincount`` makes one, even with a ``minlength``).
+
+    Args:
+        ids: int64 of any shape, each in [0, num_ids).
+        num_ids: Number of bins.
+
+    Returns:
+        int64 [num_ids], on the device of ``ids``. Integer sums, so any order of adding gives the same.
+    """
+    flat_ids = ids.reshape(-1)
+    counts = torch.zeros(num_ids, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(0, flat_ids, torch.ones_like(flat_ids))
+
+
 def _order_by_numpy(ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order, inverse and counts on a CPU; the tensors share memory with the arrays."""
     # Read as unsigned, every sentinel is at least E; the minimum gathers them under the one key E.
@@ -97,8 +112,7 @@ def _order_by_torch(ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Order and counts on any device, without a host read: no bincount, no nonzero, no boolean index."""
     is_sentinel_N = (ids_N < 0) | (ids_N >= num_experts)
     keys_N = ids_N.masked_fill(is_sentinel_N, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_N.device)
-    counts.scatter_add_(0, keys_N, torch.ones_like(keys_N))
+    counts = count_ids(keys_N, num_experts + 1)
     # A radix sort works through the bits of its keys, so narrow keys take fewer passes.
     order_N = torch.sort(keys_N.to(_narrow_dtype(num_experts)), stable=True).indices
     return order_N, counts[:num_experts]

@@ -43,8 +43,8 @@ class RoutingDecision:
 
     Attributes:
         expert_ids_TK: int64. Chosen experts of each valid token.
-        dispatch: The exchange that follows from them.
+        dispatch: The exchange that follows from them; ``None`` for the per-expert mask loop, which makes no plan.
     """
 
     expert_ids_TK: Tensor
-    dispatch: DispatchMetadata
+    dispatch: DispatchMetadata | None
