@@ -1,0 +1,107 @@
+"""Losses that keep a router balanced and its logits small, and how they enter backward.
+
+Each is computed per MoE layer from that layer's own statistics: averaging over layers first would hide opposite
+imbalances. Each is a mean over its tokens, so its size does not depend on the batch. They enter backward beside the
+model's loss, not through it: :func:`attach_losses` ties them to the layer's output.
+
+This file chooses no expert and keeps no state. It stands behind the router, once per layer and micro-batch.
+
+Shape suffixes: T tokens, D model, E experts, K top-k, S segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_glue.ops.grouping import count_ids
+
+
+def load_balancing_loss(probs_TE: Tensor, counts_E: Tensor, top_k: int) -> Tensor:
+    """Balance over all tokens of a micro-batch: E * sum_e f_e * P_e.
+
+    f_e is the share of (token, choice) pairs that went to expert e and P_e its mean probability (Fedus et al. 2021,
+    "Switch Transformers", eq. 4; Lepikhin et al. 2020, "GShard"). With shares over T*K pairs the value is 1 under
+    perfect balance for every K. The gradient flows through P only.
+
+    Args:
+        probs_TE: fp32 router probabilities; each row sums to 1.
+        counts_E: int64 pairs of each expert.
+        top_k: K.
+
+    Returns:
+        fp32 scalar; 0 without tokens.
+    """
+    num_tokens, num_experts = probs_TE.shape
+    if num_tokens == 0:
+        return probs_TE.sum()
+    return torch.dot(probs_TE.sum(0), counts_E.to(probs_TE.dtype)) * (num_experts / (num_tokens**2 * top_k))
+
+
+def document_balancing_loss(
+    probs_TE: Tensor, expert_ids_TK: Tensor, segment_ids_T: Tensor, num_segments: int
+) -> Tensor:
+    """Balance inside each document: the mean over documents, weighted by their tokens, of E * sum_e f_e * P_e.
+
+    The sequence-wise loss of DeepSeek-V3 (2024, section 2.1.2), K-normalised as :func:`load_balancing_loss`. The weight
+    makes every token count alike, whatever documents it was packed with.
+
+    Args:
+        probs_TE: fp32 router probabilities; each row sums to 1.
+        expert_ids_TK: int64 chosen experts.
+        segment_ids_T: Integer document of each token, in [0, num_segments).
+        num_segments: S (host integer).
+
+    Returns:
+        fp32 scalar; 0 without tokens.
+    """
+    num_tokens, num_experts = probs_TE.shape
+    if num_tokens == 0:
+        return probs_TE.sum()
+    segment_ids_T = segment_ids_T.to(torch.int64)
+    counts = count_ids(segment_ids_T[:, None] * num_experts + expert_ids_TK, num_segments * num_experts)
+    counts_SE = counts.view(num_segments, num_experts).to(probs_TE.dtype)
+    share_SE = counts_SE / counts_SE.sum(1, keepdim=True)
+    return (probs_TE * share_SE.index_select(0, segment_ids_T)).sum() * (num_experts / num_tokens)
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """Mean square of the logits' log-sum-exp, which keeps them small (Zoph et al. 2022, "ST-MoE", eq. 5).
+
+    Args:
+        logits_TE: fp32 router logits.
+
+    Returns:
+        fp32 scalar; 0 without tokens.
+    """
+    return torch.logsumexp(logits_TE, dim=-1).square().sum() / max(1, logits_TE.shape[0])
+
+
+def attach_losses(x_TD: Tensor, loss: Tensor, scale: float) -> Tensor:
+    """Return ``x_TD`` unchanged; its backward also sends ``scale`` into ``loss``.
+
+    The pipeline can then carry activations only, and every layer's loss still reaches its router.
+
+    Args:
+        x_TD: An activation that the model's loss depends on.
+        loss: Scalar, coefficients included.
+        scale: Factor on its gradient (host number).
+
+    Returns:
+        A view of ``x_TD``.
+    """
+    return _AttachLosses.apply(x_TD, loss, scale)
+
+
+class _AttachLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.loss_dtype = scale, loss.dtype
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_TD = grad_outputs[0]
+        return grad_TD, torch.full((), ctx.scale, dtype=ctx.loss_dtype, device=grad_TD.device), None

@@ -1,0 +1,97 @@
+"""MoE layers of test size and a dense oracle that computes every expert on every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_glue.backends.grouped_mm import grouped_mm_torch
+from megatron_glue.layers.initialisation import init_expert_normal_, init_normal_
+from megatron_glue.moe.dispatcher import AllToAllDispatcher, LocalDispatcher
+from megatron_glue.moe.experts import GroupedExperts
+from megatron_glue.moe.layer import MoELayer, MoELayerConfig
+from megatron_glue.moe.router import Router, RouterConfig
+from megatron_glue.ops.host_reader import HostReader
+
+
+@dataclass(frozen=True)
+class MoECase:
+    """Sizes and choices of one test layer; the defaults are small and have no auxiliary losses."""
+
+    num_experts: int = 4
+    top_k: int = 2
+    hidden_size: int = 8
+    ffn_size: int = 12
+    gated: bool = True
+    one_pass: bool = True
+    score_function: Any = "softmax"
+    normalise_weights: bool = True
+    weight_scale: float = 1.0
+    has_expert_bias: bool = False
+    aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+    balance_documents: bool = False
+    layer_index: int = 0
+
+    def with_(self, **changes: Any) -> MoECase:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def build(self, group: ProcessGroup | None = None, shared_expert: nn.Module | None = None) -> MoELayer:
+        """Build the layer; weights depend on global expert ids only."""
+        reader = HostReader()
+        router = Router(
+            self.hidden_size,
+            RouterConfig(
+                self.num_experts,
+                self.top_k,
+                self.score_function,
+                self.normalise_weights,
+                self.weight_scale,
+                self.has_expert_bias,
+            ),
+        )
+        num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        num_local = self.num_experts // num_ranks
+        experts = GroupedExperts(
+            num_local, self.hidden_size, self.ffn_size, gated=self.gated, grouped_mm=grouped_mm_torch
+        )
+        init_normal_(router.weight, 0.5, 7, "router.weight")
+        for name, param in experts.named_parameters():
+            init_expert_normal_(param, 0.3, 7, name, rank * num_local)
+        dispatcher = LocalDispatcher() if group is None else AllToAllDispatcher(group, reader)
+        config = MoELayerConfig(
+            layer_index=self.layer_index,
+            one_pass=self.one_pass,
+            aux_loss_coeff=self.aux_loss_coeff,
+            z_loss_coeff=self.z_loss_coeff,
+            balance_documents=self.balance_documents,
+        )
+        return MoELayer(router, experts, dispatcher, shared_expert, config, reader)
+
+
+def dense_experts(layer: MoELayer, x_TD: Tensor) -> Tensor:
+    """Output of every expert on every token, [T, E, D], by plain autograd operators."""
+    experts = layer.experts
+    parts = torch.einsum("td,epfd->tepf", x_TD, experts.gate_up_weight)
+    hidden = F.silu(parts[:, :, 0]) * parts[:, :, 1] if experts.gated else F.gelu(parts[:, :, 0])
+    return torch.einsum("tef,edf->ted", hidden, experts.down_weight)
+
+
+def dense_layer(layer: MoELayer, x_TD: Tensor, expert_ids_TK: Tensor) -> Tensor:
+    """The layer's output for a given choice, softmax scores, normalised weights, no shared expert."""
+    scores_TE = torch.softmax(x_TD @ layer.router.weight.t(), -1)
+    mask_TE = F.one_hot(expert_ids_TK, scores_TE.shape[1]).sum(1).to(scores_TE.dtype)
+    weights_TE = scores_TE * mask_TE
+    weights_TE = weights_TE / weights_TE.sum(-1, keepdim=True)
+    return torch.einsum("te,ted->td", weights_TE, dense_experts(layer, x_TD))
+
+
+def random_rows(num_rows: int, hidden_size: int, seed: int = 0) -> Tensor:
+    """fp32 rows from a generator of their own, with gradients on."""
+    return torch.randn(num_rows, hidden_size, generator=torch.Generator().manual_seed(seed)).requires_grad_()
