@@ -120,6 +120,12 @@ def field_specs() -> dict[str, FieldSpec]:
     return specs
 
 
+@functools.cache
+def section_paths() -> frozenset[tuple[str, ...]]:
+    """Return the names of all sections, nested ones with the names of those around them."""
+    return frozenset(spec.path[:depth] for spec in field_specs().values() for depth in range(1, len(spec.path)))
+
+
 def flag_of(name: str) -> str:
     """Return the flag that sets a field, for messages."""
     return field_specs()[name].flag

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megatron_glue.config.command_line import SOURCE, field_values, parse_command_line
 from megatron_glue.config.environment import DISABLE_NAME, environment_overrides, is_disabled
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.config.fields import Override, field_specs, value_to_word
+from megatron_glue.config.fields import Override, field_specs, section_paths, value_to_word
 from megatron_glue.config.sections import RunConfig, Section
 from megatron_glue.config.yaml_files import read_yaml, to_yaml, unknown_key_remedy
 
@@ -131,10 +131,12 @@ def _flatten(data: Mapping[str, Any], section: tuple[str, ...]) -> Iterable[Over
         dotted = ".".join(path)
         if spec is not None and spec.path == path:
             yield Override(spec, tuple(value) if isinstance(value, list) else value, dotted, "file")
+        elif path not in section_paths():
+            raise ConfigError(dotted, value, "unknown key", unknown_key_remedy(path))
         elif isinstance(value, Mapping):
             yield from _flatten(value, path)
         else:
-            raise ConfigError(dotted, value, "unknown key", unknown_key_remedy(path))
+            raise ConfigError(dotted, value, "not a mapping of names to values", "give the fields of the section")
 
 
 def _apply(defaults: RunConfig, overrides: Sequence[Override]) -> RunConfig:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.config.fields import FieldSpec, Override, field_specs, nearest
+from megatron_glue.config.fields import FieldSpec, Override, field_specs, nearest, section_paths
 from megatron_glue.config.sections import RunConfig
 
 
@@ -88,7 +88,7 @@ def _section(loader: _Loader, node: yaml.Node, section: tuple[str, ...], path: s
         if spec is not None and spec.path == child:
             written = f"{path}:{line}: {dotted}"
             yield Override(spec, _value(loader, value_node, spec, written), written, f"file {path}")
-        elif child in _section_paths():
+        elif child in section_paths():
             yield from _section(loader, value_node, child, path)
         else:
             raise ConfigError(f"{path}:{line}", dotted, "unknown key", unknown_key_remedy(child))
@@ -115,10 +115,6 @@ def unknown_key_remedy(path: tuple[str, ...]) -> str:
     spec = field_specs().get(path[-1].replace("-", "_"))
     if spec is not None:
         return f"did you mean {spec.key}?"
-    keys = [spec.key for spec in field_specs().values()] + [".".join(section) for section in _section_paths()]
+    keys = [spec.key for spec in field_specs().values()] + [".".join(section) for section in section_paths()]
     suggestion = nearest(".".join(path), keys)
     return f"did you mean {suggestion}?" if suggestion else "see docs/configuration.md for the keys"
-
-
-def _section_paths() -> set[tuple[str, ...]]:
-    return {spec.path[:depth] for spec in field_specs().values() for depth in range(1, len(spec.path))}

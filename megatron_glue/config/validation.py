@@ -1,0 +1,291 @@
+"""Combinations of settings that make no sense, found before anything is built.
+
+Each rule yields an error with the flag, its value, the reason and a remedy. Rules about one field stand with the field
+in ``sections.py``. Whether this machine has the devices and kernels that a run asks for is found out by
+``parallel/launch.py`` and ``backends/registry.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
+from megatron_glue.config.sections import MoEConfig, RunConfig
+
+Rule = Callable[[RunConfig, int], Iterator[ConfigError]]
+
+
+def validate(config: RunConfig, world_size: int, device_type: str | None = None) -> list[str]:
+    """Check every rule.
+
+    Args:
+        config: The configuration of a run.
+        world_size: Number of ranks it will run on.
+        device_type: ``cpu`` or ``cuda`` where it is known already; ``None`` takes ``--device``.
+
+    Returns:
+        Warnings: settings that work, but hardly as meant.
+
+    Raises:
+        ConfigError: For the first rule that is broken.
+    """
+    for error in problems(config, world_size):
+        raise error
+    return list(_warnings(config, device_type or config.training.device))
+
+
+def problems(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    """Yield every broken rule, most basic first.
+
+    Args:
+        config: The configuration of a run.
+        world_size: Number of ranks it will run on.
+    """
+    for rule in RULES:
+        yield from rule(config, world_size)
+
+
+def _error(field: str, value: Any, reason: str, remedy: str) -> ConfigError:
+    return ConfigError(flag_of(field), value, reason, remedy)
+
+
+def _axes_of_this_version(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    for field in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_tensor_parallel_size",
+    ):
+        if (size := getattr(config.parallel, field)) != 1:
+            yield _error(field, size, "not available in this version", "set it to 1")
+
+
+def _heads(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    model = config.model
+    heads = model.num_attention_heads
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield _error(
+            "num_attention_heads",
+            heads,
+            f"does not divide --hidden-size {model.hidden_size}",
+            "use a divisor, or give the width of a head with --kv-channels",
+        )
+    if heads % model.num_kv_heads:
+        yield _error(
+            "num_query_groups",
+            model.num_kv_heads,
+            f"does not divide --num-attention-heads {heads}",
+            "use a divisor of the number of heads",
+        )
+
+
+def _positions(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    model = config.model
+    kind = model.position_embedding_type
+    if kind == "rope":
+        rotated = int(model.head_dim * model.rotary_percent)
+        if rotated < 2 or rotated % 2:
+            yield _error(
+                "rotary_percent",
+                model.rotary_percent,
+                f"rotates {rotated} of {model.head_dim} channels of a head; RoPE needs pairs of them",
+                "choose it, or --kv-channels, so that an even number of at least 2 is rotated",
+            )
+    if kind == "sinusoidal" and model.hidden_size % 2:
+        yield _error(
+            "hidden_size", model.hidden_size, "sinusoidal positions need an even width", "use an even --hidden-size"
+        )
+    longest = model.max_position_embeddings
+    if kind != "none" and longest is not None and config.data.seq_length > longest:
+        yield _error(
+            "max_position_embeddings",
+            longest,
+            f"shorter than --seq-length {config.data.seq_length}, so late tokens would have no position",
+            f"use at least {config.data.seq_length}, or leave it unset",
+        )
+
+
+def _layer_patterns(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    layers = config.model.num_layers
+    patterns = {
+        "moe_layer_freq": config.moe.moe_layer_freq,
+        "window_attn_skip_freq": config.model.window_attn_skip_freq,
+    }
+    for field, pattern in patterns.items():
+        if not isinstance(pattern, tuple):
+            continue
+        shown = " ".join(str(entry) for entry in pattern) or "empty"
+        if len(pattern) != layers:
+            yield _error(
+                field, shown, f"has {len(pattern)} entries for --num-layers {layers}", "give one 0 or 1 per layer"
+            )
+        elif set(pattern) - {0, 1}:
+            yield _error(field, shown, "has entries other than 0 and 1", "give one 0 or 1 per layer")
+
+
+def _experts(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    moe, ep_size = config.moe, config.parallel.expert_model_parallel_size
+    if moe.num_experts == 0:
+        if ep_size > 1:
+            yield _error(
+                "expert_model_parallel_size",
+                ep_size,
+                "there are no experts to split",
+                "give --num-experts or set it to 1",
+            )
+        if moe.moe_shared_expert_intermediate_size:
+            yield _error(
+                "moe_shared_expert_intermediate_size",
+                moe.moe_shared_expert_intermediate_size,
+                "a shared expert stands beside routed experts, and there are none",
+                "give --num-experts or set it to 0",
+            )
+        return
+    if moe.moe_router_topk > moe.num_experts:
+        yield _error(
+            "moe_router_topk",
+            moe.moe_router_topk,
+            f"exceeds --num-experts {moe.num_experts}",
+            f"use at most {moe.num_experts}",
+        )
+    if moe.num_experts % ep_size:
+        yield _error(
+            "expert_model_parallel_size",
+            ep_size,
+            f"does not divide --num-experts {moe.num_experts}",
+            "use a divisor of the number of experts",
+        )
+
+
+def _layout(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    parallel, training = config.parallel, config.training
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    if world_size % split:
+        yield ConfigError(
+            "world size",
+            world_size,
+            f"is no multiple of tensor x pipeline x context parallel size ({split})",
+            "start another number of processes",
+        )
+        return
+    dp_size = world_size // split
+    ep_size = parallel.expert_model_parallel_size
+    if dp_size % ep_size:
+        yield _error(
+            "expert_model_parallel_size",
+            ep_size,
+            f"does not divide the {dp_size} data-parallel ranks",
+            "use a divisor of their number, or start more processes",
+        )
+    unit = training.micro_batch_size * dp_size
+    if training.global_batch_size % unit:
+        rounded = unit * -(-training.global_batch_size // unit)
+        yield _error(
+            "global_batch_size",
+            training.global_batch_size,
+            f"is no multiple of --micro-batch-size {training.micro_batch_size} x {dp_size} data-parallel ranks",
+            f"use e.g. {rounded}",
+        )
+
+
+def _learning_rate(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    optimizer, train_iters = config.optimizer, config.training.train_iters
+    style = optimizer.lr_decay_style
+    if optimizer.min_lr > optimizer.lr and style != "constant":
+        yield _error(
+            "min_lr", optimizer.min_lr, f"exceeds the peak --lr {optimizer.lr}", "lower --min-lr or raise --lr"
+        )
+    decay_iters, warmup = optimizer.lr_decay_iters, optimizer.lr_warmup_iters
+    if decay_iters is not None and warmup > decay_iters:
+        yield _error("lr_warmup_iters", warmup, f"exceeds --lr-decay-iters {decay_iters}", f"use at most {decay_iters}")
+        return
+    room = (decay_iters or train_iters) - warmup
+    final = optimizer.lr_wsd_decay_iters
+    if style == "WSD" and final is not None and final > max(room, 0):
+        yield _error(
+            "lr_wsd_decay_iters",
+            final,
+            f"does not fit into the {max(room, 0)} iterations after warmup",
+            "shorten it or the warmup, or train longer",
+        )
+
+
+def _recompute(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    if config.activation.recompute_granularity != "none":
+        return
+    for field, is_on in (
+        ("enable_double_buffer", config.accelerator.enable_double_buffer),
+        ("activation_offload", config.activation.activation_offload),
+    ):
+        if is_on:
+            yield _error(
+                field,
+                "on",
+                "block inputs leave the device only when blocks are recomputed from them",
+                "drop --recompute-granularity none, or turn this off",
+            )
+
+
+def _offload_folder(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    folder = config.activation.activation_offload_dir
+    if folder is None or not config.offload:
+        return
+    existing = Path(folder)
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    reason = ""
+    if not existing.is_dir():
+        reason = f"{existing} is no folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        reason = f"{existing} is not writable"
+    if reason:
+        yield _error("activation_offload_dir", folder, reason, "give a writable folder on a fast local disk")
+
+
+RULES: tuple[Rule, ...] = (
+    _axes_of_this_version,
+    _heads,
+    _positions,
+    _layer_patterns,
+    _experts,
+    _layout,
+    _learning_rate,
+    _recompute,
+    _offload_folder,
+)
+"""All rules, most basic first."""
+
+
+def _warnings(config: RunConfig, device_type: str) -> Iterator[str]:
+    """Yield what works, but hardly as meant."""
+    optimizer, training, accelerator = config.optimizer, config.training, config.accelerator
+    if config.moe.num_experts == 0:
+        plain = MoEConfig()
+        changed = [field for field in MoEConfig.model_fields if getattr(config.moe, field) != getattr(plain, field)]
+        if changed:
+            yield f"{', '.join(map(flag_of, changed))}: no effect without --num-experts"
+    if config.model.window_attn_skip_freq is not None and config.model.window_size == 0:
+        yield "--window-attn-skip-freq: no effect without --window-size"
+    if optimizer.lr_warmup_iters > training.train_iters:
+        yield (
+            f"--lr-warmup-iters={optimizer.lr_warmup_iters}: longer than the run of {training.train_iters} iterations, "
+            "which never reaches the peak learning rate"
+        )
+    if optimizer.lr_wsd_decay_iters is not None and optimizer.lr_decay_style != "WSD":
+        yield "--lr-wsd-decay-iters: no effect without --lr-decay-style WSD"
+    if accelerator.buffer_size_mb and not accelerator.enable_double_buffer:
+        yield "--double-buffer-size-mb: no effect without --double-buffer-ckpt"
+    if not config.offload:
+        if config.activation.activation_offload_dir is not None:
+            yield "--activation-offload-dir: no effect without --double-buffer-ckpt or --activation-offload"
+        if config.activation.activation_debug_poison:
+            yield "--activation-debug-poison: no effect without --double-buffer-ckpt or --activation-offload"
+    if training.precision == "bf16" and device_type == "cpu":
+        yield (
+            "--precision=bf16: CPUs without bf16 instructions multiply at a fraction of a GFLOP/s in it; "
+            "use fp32 unless this is a small test"
+        )
