@@ -1,0 +1,115 @@
+"""The numbers at the end of a run: one dictionary, shown as a table and written as JSON.
+
+It formats and writes; where the numbers come from is :func:`megatron_glue.training.session.collect_summary`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory of this process so far: allocated on the GPU, or resident in RAM without one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def expert_load(counts: list[list[int]]) -> dict[str, float] | None:
+    """Spread of the expert load, as multiples of an even share.
+
+    Args:
+        counts: (token, choice) pairs per MoE layer and expert.
+
+    Returns:
+        ``min``, ``mean`` and ``max`` over all layers and experts (mean is 1 by construction), or ``None`` without any.
+    """
+    shares = [count * len(row) / sum(row) for row in counts for count in row if sum(row)]
+    if not shares:
+        return None
+    return {"min": min(shares), "mean": sum(shares) / len(shares), "max": max(shares)}
+
+
+def write_json(path: str | Path, content: dict[str, Any]) -> None:
+    """Write a JSON file aside and rename it, so that a reader never sees half of one.
+
+    Args:
+        path: File to write; its folder is made if missing.
+        content: What to write.
+
+    Raises:
+        OSError: If the place cannot be written.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(json.dumps(content, indent=2) + "\n")
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Turn a summary into the rows of its table.
+
+    Args:
+        summary: As written to ``--summary-path``.
+
+    Returns:
+        (name, value) pairs.
+    """
+    losses = summary["losses"]
+    builds_per_batch = summary["metadata_builds"] / max(summary["micro_batches"], 1)
+    rows = [
+        ("training loss, first -> last", f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "no step was run"),
+        (
+            "held-out loss (unigram entropy)",
+            f"{summary['heldout_loss']:.4f} ({summary['unigram_entropy']:.4f}) nats/token",
+        ),
+        ("throughput", f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['ranks']} rank(s)"),
+        ("packing efficiency", f"{summary['packing_efficiency']:.2%}"),
+        (
+            "packed metadata per micro-batch",
+            f"{builds_per_batch:.1f} builds ({summary['metadata_builds']} builds, {summary['metadata_reuses']} reuses, "
+            f"{summary['host_reads']} host reads)",
+        ),
+        ("activations offloaded", _mib(summary["offloaded_bytes"])),
+        (
+            "waiting for reloads",
+            f"{summary['reload_wait_ms']:,.1f} ms (overlap {_share(summary['overlap_efficiency'])})",
+        ),
+    ]
+    load = summary["expert_load"]
+    if load is not None:
+        rows.append(("expert load, min / mean / max", f"{load['min']:.2f} / {load['mean']:.2f} / {load['max']:.2f}"))
+        rows.append(("dropped tokens", str(summary["dropped_tokens"])))
+    rows.append(("peak memory", _mib(summary["peak_memory_bytes"])))
+    rows.append(("checkpoint", summary["checkpoint"] or "none"))
+    return rows
+
+
+def _share(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.0%}"
+
+
+def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
+    """Print the summary as a table."""
+    table = Table(title=f"Summary of {summary['name']}: {summary['iterations']} iterations", title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    for name, value in summary_rows(summary):
+        table.add_row(name, value)
+    (console or Console()).print(table)

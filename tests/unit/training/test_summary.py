@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from megatron_glue.training.summary import expert_load, peak_memory_bytes, print_summary, write_json
+
+SUMMARY = {
+    "name": "test",
+    "iterations": 2,
+    "ranks": 1,
+    "losses": [5.5, 3.25],
+    "heldout_loss": 2.5,
+    "unigram_entropy": 3.2,
+    "tokens_per_second": 1234.5,
+    "packing_efficiency": 0.985,
+    "micro_batches": 4,
+    "metadata_builds": 4,
+    "metadata_reuses": 28,
+    "host_reads": 0,
+    "offloaded_bytes": 2**21,
+    "reload_wait_ms": 1.5,
+    "overlap_efficiency": 0.91,
+    "expert_load": {"min": 0.5, "mean": 1.0, "max": 1.75},
+    "dropped_tokens": 0,
+    "peak_memory_bytes": 2**30,
+    "checkpoint": "runs/x",
+}
+
+
+def shown(summary: dict[str, object]) -> str:
+    stream = io.StringIO()
+    print_summary(summary, Console(file=stream, width=160))
+    return stream.getvalue()
+
+
+def test_table_shows_what_users_compare() -> None:
+    text = shown(SUMMARY)
+    for part in ("5.5000 -> 3.2500", "2.5000 (3.2000)", "1,234", "98.50%", "1.0 builds", "28 reuses", "2.0 MiB"):
+        assert part in text
+    assert "overlap 91%" in text
+    assert "0.50 / 1.00 / 1.75" in text
+    assert "1,024.0 MiB" in text
+
+
+def test_dense_model_without_offload() -> None:
+    text = shown({**SUMMARY, "expert_load": None, "overlap_efficiency": None, "checkpoint": None})
+    assert "expert load" not in text
+    assert "not measured" in text
+
+
+def test_a_run_without_steps_is_no_crash() -> None:
+    assert "no step was run" in shown({**SUMMARY, "losses": [], "micro_batches": 0, "metadata_builds": 0})
+
+
+def test_expert_load_is_relative_to_an_even_share() -> None:
+    assert expert_load([[1, 3], [2, 2]]) == {"min": 0.5, "mean": 1.0, "max": 1.5}
+    assert expert_load([]) is None
+    assert expert_load([[0, 0]]) is None
+
+
+def test_json_is_written_aside(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "summary.json"
+    write_json(target, {"a": 0.1})
+    write_json(target, {"a": 0.2})
+    assert json.loads(target.read_text()) == {"a": 0.2}
+    assert list(target.parent.iterdir()) == [target]
+    with pytest.raises(TypeError):
+        write_json(target, {"a": object()})
+    assert json.loads(target.read_text()) == {"a": 0.2}
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_peak_memory_is_in_bytes() -> None:
+    assert peak_memory_bytes(torch.device("cpu")) > 50 * 2**20
