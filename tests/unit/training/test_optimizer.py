@@ -10,10 +10,8 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import BackendConfig, OptimizerConfig
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.parallel.precision import local
-from megatron_glue.parallel.shard_spec import ShardSpec, set_shard_spec
 from megatron_glue.training.lr_schedule import LearningRateSchedule
 from megatron_glue.training.optimizer import GuardedAdamW, build_optimizer, is_decayed
-from megatron_glue.training.parameter_names import canonical_name, global_name
 
 CPU = torch.device("cpu")
 IMPLEMENTATIONS = ["fused", "foreach"]
@@ -183,12 +181,3 @@ def test_auto_takes_the_fused_kernel_where_there_is_one(monkeypatch: pytest.Monk
     assert build(TinyModel(), "auto").implementation == "foreach"
     with pytest.raises(ConfigError, match="optimizer_backend=fused"):
         build(TinyModel(), "fused")
-
-
-def test_names_do_not_depend_on_wrappers() -> None:
-    assert canonical_name("module.blocks.0._orig_mod.attention.weight") == "blocks.0.attention.weight"
-    assert canonical_name("module.module.head._checkpoint_wrapped_module.weight") == "head.weight"
-    assert canonical_name("blocks.0.module.weight") == "blocks.0.module.weight"
-    param = nn.Parameter(torch.zeros(2, 3))
-    set_shard_spec(param, ShardSpec("blocks.7.experts.up", (4, 3), (("ep", 0),)))
-    assert global_name("module.blocks.0.experts.up", param) == "blocks.7.experts.up"

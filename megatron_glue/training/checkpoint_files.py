@@ -1,0 +1,248 @@
+"""Folders and files of checkpoints: durable writes, the manifest, publishing, finding, pruning.
+
+A checkpoint is a folder ``step_00000010``. While it is being written it is called ``step_00000010.incomplete``; one
+rename publishes it, and only then does the file ``latest`` name it. A process killed at any moment therefore leaves
+every earlier checkpoint, and ``latest``, as they were. This file knows nothing of tensors or ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_glue.config.errors import ConfigError
+
+LATEST_NAME = "latest"
+MANIFEST_NAME = "manifest.json"
+INCOMPLETE_SUFFIX = ".incomplete"
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+_READ_BYTES = 1 << 20
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; one line that names the file or folder."""
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Folder of the published checkpoint of one step."""
+    return root / f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Step of a checkpoint folder's name; ``None`` for any other name, unpublished folders included."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def check_writable(root: Path) -> None:
+    """Create the folder and write a few bytes there, so that a run fails at its start and not at its first save.
+
+    Args:
+        root: Folder of checkpoints.
+
+    Raises:
+        ConfigError: If that does not work.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".write_probe_", dir=root)
+        os.close(handle)
+        try:
+            write_durably(Path(name), b"probe")
+        finally:
+            os.unlink(name)
+    except OSError as error:
+        reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError("save", root, f"cannot be written: {reason}", "choose a writable folder") from error
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file and wait until its bytes are on the disk."""
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network filesystems cannot sync a folder and order renames themselves.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file of a checkpoint.
+
+    Raises:
+        CheckpointError: If it is missing, unreadable or no JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged, not JSON") from error
+
+
+def to_json(value: Any) -> bytes:
+    """JSON text of a checkpoint's file."""
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def describe_files(paths: Iterable[Path]) -> dict[str, Any]:
+    """Manifest entries: size in bytes and SHA-256 of each file, by name."""
+    return {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in paths}
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def verify_files(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
+    """Compare files with the manifest.
+
+    Args:
+        folder: A published checkpoint.
+        part: Which share of the files to read, so that ranks can divide the work.
+        num_parts: Number of shares.
+
+    Raises:
+        CheckpointError: On the first file that is missing, has another size or other bytes.
+    """
+    manifest = read_json(folder / MANIFEST_NAME)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged, lists no files")
+    for name in sorted(files)[part::num_parts]:
+        path, expected = folder / name, files[name]
+        if Path(name).name != name or not isinstance(expected, dict):
+            raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged entry {name!r}")
+        try:
+            num_bytes = path.stat().st_size
+            if num_bytes != expected.get("bytes"):
+                raise CheckpointError(f"{path}: damaged, {num_bytes} bytes instead of {expected.get('bytes')}")
+            if _digest(path) != expected.get("sha256"):
+                raise CheckpointError(f"{path}: damaged, its bytes differ from those that were saved")
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def start_folder(root: Path, step: int) -> Path:
+    """Make room and an empty unpublished folder for a step.
+
+    Removed are leftovers of writers that died, and a published checkpoint of the same step: the caller has made sure
+    that ``latest`` does not name it, so it belongs to a course of the run that was given up.
+
+    Args:
+        root: Folder of checkpoints.
+        step: Step to be saved.
+
+    Returns:
+        The unpublished folder.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    final = step_folder(root, step)
+    incomplete = final.with_name(final.name + INCOMPLETE_SUFFIX)
+    for leftover in root.glob(f"step_*{INCOMPLETE_SUFFIX}"):
+        shutil.rmtree(leftover)
+    if final.exists():
+        final.rename(incomplete)
+        shutil.rmtree(incomplete)
+    incomplete.mkdir()
+    return incomplete
+
+
+def publish(incomplete: Path) -> Path:
+    """Turn a completely written folder into a checkpoint and name it in ``latest``.
+
+    Args:
+        incomplete: The unpublished folder; every file in it is durable.
+
+    Returns:
+        The published folder.
+    """
+    root = incomplete.parent
+    final = incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE_SUFFIX))
+    sync_folder(incomplete)
+    incomplete.rename(final)
+    sync_folder(root)
+    aside = root / f"{LATEST_NAME}.tmp"
+    write_durably(aside, f"{final.name}\n".encode())
+    aside.rename(root / LATEST_NAME)
+    sync_folder(root)
+    return final
+
+
+def prune(root: Path, keep_last: int, newest_step: int) -> None:
+    """Remove old checkpoints. Those of later steps stay: somebody went back on purpose and may want them.
+
+    Args:
+        root: Folder of checkpoints.
+        keep_last: Checkpoints to keep, at least 1.
+        newest_step: The one published last; it counts as the first of those to keep.
+    """
+    steps = sorted(step for step in _published_steps(root) if step <= newest_step)
+    for step in steps[:-keep_last]:
+        folder = step_folder(root, step)
+        # Renamed first: a half-removed folder must not look like a checkpoint.
+        doomed = folder.with_name(folder.name + INCOMPLETE_SUFFIX)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _published_steps(root: Path) -> list[int]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        steps = (step_of(path.name) for path in root.iterdir() if (path / MANIFEST_NAME).is_file())
+        return [step for step in steps if step is not None]
+    return []
+
+
+def latest_step(root: Path) -> int | None:
+    """Step to resume from: the one that ``latest`` names if it is there, else the highest published one.
+
+    Whoever wants to go back writes an older folder's name into ``latest``.
+
+    Args:
+        root: Folder of checkpoints; need not exist.
+
+    Returns:
+        The step, or ``None`` if there is no checkpoint.
+    """
+    published = _published_steps(root)
+    named = named_step(root)
+    if named in published:
+        return named
+    return max(published, default=None)
+
+
+def is_current(root: Path, step: int) -> bool:
+    """Whether a step is published and ``latest`` names it."""
+    return named_step(root) == step and step in _published_steps(root)
+
+
+def named_step(root: Path) -> int | None:
+    """Step of the folder that ``latest`` names; ``None`` if there is no such file or it holds something else."""
+    try:
+        return step_of((root / LATEST_NAME).read_text(errors="replace").strip())
+    except OSError:
+        return None

@@ -1,0 +1,212 @@
+"""What a checkpoint holds, and under which names.
+
+Tensors, by name: ``model.NAME`` (parameters and persistent buffers), ``optimizer.NAME.step|exp_avg|exp_avg_sq`` and
+``rng.DEVICE.RANK``, where NAME does not depend on engine or layout. A parameter that is one rank's share of a larger
+one appears as what it is, a DTensor of the global shape, so that no rank's share passes for the whole. Facts that are
+no tensors are JSON. Hyperparameters are no state: they are in the configuration, and the present one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import megatron_glue
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.loading import as_dict
+from megatron_glue.config.sections import RunConfig
+from megatron_glue.parallel.mesh import ParallelMesh
+from megatron_glue.parallel.shard_spec import get_shard_spec, to_global_dtensor
+from megatron_glue.training.checkpoint_files import CheckpointError
+from megatron_glue.training.checkpoint_tensors import SavedTensor
+from megatron_glue.training.optimizer import GuardedAdamW
+from megatron_glue.training.parameter_names import global_name
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingState:
+    """Everything that a checkpoint is made of, or is read into.
+
+    Attributes:
+        model: The model, wrapped or not; its weights are read and written in place.
+        optimizer: ``None`` reads the weights alone, e.g. for evaluation.
+        config: The resolved configuration.
+        counters: The caller's own facts, JSON values with string keys. Only written; a load returns them.
+        data_position: Position in the data, JSON values, the same on all ranks. Only written; a load returns it.
+    """
+
+    model: nn.Module
+    optimizer: GuardedAdamW | None
+    config: RunConfig
+    counters: Mapping[str, Any]
+    data_position: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """The facts of a checkpoint whose tensors were read.
+
+    Attributes:
+        step: Optimizer steps made when it was saved.
+        counters: What the caller saved as ``TrainingState.counters``.
+        data_position: What the caller saved as ``TrainingState.data_position``.
+        config: The configuration it was saved with, as nested plain data.
+    """
+
+    step: int
+    counters: dict[str, Any]
+    data_position: dict[str, Any]
+    config: dict[str, Any]
+
+
+def collect_tensors(state: TrainingState, mesh: ParallelMesh) -> dict[str, Tensor]:
+    """Name every tensor of a state. The tensors share memory with the model and the optimizer.
+
+    Args:
+        state: The state.
+        mesh: The run's mesh.
+
+    Returns:
+        Plain tensors where all ranks hold the same, DTensors where each holds a part.
+    """
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    # keep_vars: the very parameters, which carry their specs. Tied weights appear under their first name only.
+    for name, tensor in state.model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            key = f"model.{global_name(name, tensor)}"
+            assert key not in tensors, f"two tensors are called {key}"
+            tensors[key] = _as_saved(tensor, tensor, mesh)
+    if state.optimizer is not None:
+        for name, param, moments in state.optimizer.named_state():
+            for key, tensor in moments.items():
+                # A counter is a replicated scalar, whatever its parameter is.
+                tensors[f"optimizer.{name}.{key}"] = tensor if tensor.dim() == 0 else _as_saved(tensor, param, mesh)
+    return tensors
+
+
+def _as_saved(tensor: Tensor, param: Tensor, mesh: ParallelMesh) -> Tensor:
+    """The part of the global tensor that a parameter, or something shaped like it, is."""
+    # detach() keeps the version counter: a load then counts as a write, and compute copies are refreshed.
+    tensor = tensor.detach()
+    spec = get_shard_spec(param)
+    if spec is None:
+        return tensor
+    whole = to_global_dtensor(tensor, spec, mesh)
+    assert tuple(whole.shape) == spec.global_shape, f"{spec.global_name}: {tuple(whole.shape)}, not the global shape"
+    return whole
+
+
+def rng_tensors(device: torch.device, mesh: ParallelMesh) -> dict[str, Tensor]:
+    """States of this rank's default generators. The model draws from derived seeds; these are for everything else."""
+    states = {f"rng.cpu.{mesh.rank:05d}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"rng.cuda.{mesh.rank:05d}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set the default generators to what :func:`rng_tensors` returned."""
+    for name, tensor in states.items():
+        if name.startswith("rng.cuda."):
+            torch.cuda.set_rng_state(tensor, device)
+        else:
+            torch.set_rng_state(tensor)
+
+
+def collect_facts(state: TrainingState, step: int, mesh: ParallelMesh) -> dict[str, Any]:
+    """Everything that is no tensor, as JSON values."""
+    return {
+        "format": FORMAT,
+        "version": megatron_glue.__version__,
+        "torch": torch.__version__,
+        "step": step,
+        "layout": mesh.describe(),
+        "num_skipped_updates": state.optimizer.num_skipped_updates if state.optimizer is not None else 0,
+        "counters": dict(state.counters),
+        "data_position": dict(state.data_position),
+        "model": model_facts(state.config),
+        "config": as_dict(state.config),
+    }
+
+
+def model_facts(config: RunConfig) -> dict[str, Any]:
+    """The settings that decide which parameters there are and what shapes they have, with defaults worked out."""
+    model, moe = config.model, config.moe
+    facts: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_width,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "position_embedding_type": model.position_embedding_type,
+        "normalization": model.normalization,
+        "qk_layernorm": model.qk_layernorm,
+        "swiglu": model.swiglu,
+        "add_bias_linear": model.add_bias_linear,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        "tokenizer_type": config.data.tokenizer_type,
+        "num_experts": moe.num_experts,
+    }
+    if model.position_embedding_type == "learned":
+        facts["max_position_embeddings"] = model.max_position_embeddings or config.data.seq_length
+    if moe.num_experts:
+        facts["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or model.ffn_width
+        facts["moe_layers"] = [moe.is_moe_layer(index) for index in range(model.num_layers)]
+        facts["moe_shared_expert_intermediate_size"] = moe.moe_shared_expert_intermediate_size
+        facts["moe_router_enable_expert_bias"] = moe.moe_router_enable_expert_bias
+    return facts
+
+
+def check_same_model(saved: Mapping[str, Any], config: RunConfig, path: object) -> None:
+    """Refuse the checkpoint of another model.
+
+    Args:
+        saved: ``model_facts`` of the run that saved it.
+        config: Configuration of this run.
+        path: The checkpoint, for the message.
+
+    Raises:
+        ConfigError: Naming every setting that differs, with both values.
+    """
+    present = model_facts(config)
+    names = [name for name in (present | dict(saved)) if present.get(name) != saved.get(name)]
+    if names:
+        raise ConfigError(
+            ", ".join(names),
+            ", ".join(str(present.get(name)) for name in names),
+            f"{path} holds a model with " + ", ".join(f"{name}={saved.get(name)}" for name in names),
+            "set them to the saved values, or give --save another folder to start a new run",
+        )
+
+
+def check_same_tensors(saved: Mapping[str, SavedTensor], wanted: Mapping[str, Tensor], path: object) -> None:
+    """Refuse a checkpoint with other tensors than those that are to be read: none may be left over on either side.
+
+    Args:
+        saved: The checkpoint's tensors.
+        wanted: Model and, if asked for, optimizer tensors.
+        path: The checkpoint, for the message.
+
+    Raises:
+        CheckpointError: Naming the first tensors that are missing, left over, or differ in shape or dtype.
+    """
+    kinds = {name.split(".", 1)[0] for name in wanted}
+    offered = {name for name in saved if name.split(".", 1)[0] in kinds}
+    for names, what in ((wanted.keys() - offered, "lacks"), (offered - wanted.keys(), "has, and this run has not,")):
+        if names:
+            shown = ", ".join(sorted(names)[:3])
+            raise CheckpointError(f"{path}: {what} {len(names)} tensors: {shown}{', ...' if len(names) > 3 else ''}")
+    for name, tensor in wanted.items():
+        there = (saved[name].shape, saved[name].dtype)
+        here = (tuple(tensor.shape), tensor.dtype)
+        if there != here:
+            raise CheckpointError(f"{path}: {name} is {there[0]} {there[1]}, this run needs {here[0]} {here[1]}")
