@@ -139,7 +139,11 @@ IGNORED: dict[str, int] = {
     "--wandb-save-dir": 1,
     "--profile": 0,
 }
-"""Flags that are accepted and not used, and the number of values behind each. None of them changes the mathematics."""
+"""Flags that are accepted and not used, and the number of values behind each.
+
+They choose among kernels, communication, storage and logs, or name files that are not read here; none of them changes
+the model or the optimizer of a new run.
+"""
 
 
 @dataclass(frozen=True)
