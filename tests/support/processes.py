@@ -8,6 +8,7 @@ with ``weights_only=True``, so they may be tensors, numbers, strings and contain
 from __future__ import annotations
 
 import io
+import math
 import multiprocessing
 import os
 import tempfile
@@ -23,7 +24,18 @@ import torch
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT_S = 60.0
-_PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest"]
+# Whatever is slow to import and starts no threads. FSDP2's hooks pull the compiler in.
+_PRELOADED = [
+    "numpy",
+    "pydantic",
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+]
 
 
 class RankFailedError(AssertionError):
@@ -93,16 +105,22 @@ def _collect(readers: dict[Any, int], deadline: float, timeout_s: float) -> list
         if not ready:
             silent = sorted(pending.values())
             raise RankFailedError(silent[0], f"ranks {silent} gave no answer within {timeout_s} s")
+        failures: list[tuple[float, int, str]] = []
         for reader in ready:
             rank = pending.pop(reader)
             assert isinstance(reader, Connection)
             try:
-                succeeded, payload = reader.recv()
+                failed_at, payload = reader.recv()
             except EOFError:
-                raise RankFailedError(rank, "the process ended without an answer") from None
-            if not succeeded:
-                raise RankFailedError(rank, payload)
-            answers[rank] = torch.load(io.BytesIO(payload), weights_only=True)
+                failed_at, payload = math.inf, "the process ended without an answer"
+            if failed_at is None:
+                answers[rank] = torch.load(io.BytesIO(payload), weights_only=True)
+            else:
+                failures.append((failed_at, rank, payload))
+        if failures:
+            # Peers of a failed rank fail in its wake; its own reason is the oldest.
+            _, rank, reason = min(failures)
+            raise RankFailedError(rank, reason)
     return [answers[rank] for rank in range(len(readers))]
 
 
@@ -124,11 +142,12 @@ def _rank_main(
         )
         buffer = io.BytesIO()
         torch.save(function(rank, world_size, *args), buffer)
-        dist.barrier()
-        dist.destroy_process_group()
-        writer.send((True, buffer.getvalue()))
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        writer.send((None, buffer.getvalue()))
     except BaseException:
-        writer.send((False, traceback.format_exc()))
+        writer.send((time.monotonic(), traceback.format_exc()))
         # Peers may still wait in a collective with this rank: leave at once, without the interpreter's shutdown.
         writer.close()
         os._exit(1)
