@@ -27,7 +27,8 @@ def wrap_data_parallel(
 
     Args:
         model: Its ``blocks`` are :class:`ManagedBlock` shells. Its loss is computed inside its forward, so that all
-            parameters are used under the engine's hooks.
+            parameters are used under the engine's hooks. Other methods that run its layers (sampling) are named in its
+            attribute ``forward_methods``; forward must not call those, and under fsdp2 all ranks call them together.
         mesh: The run's mesh.
         parallel: Which engine.
         precision: Compute dtype.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_glue.parallel.managed_block import canonical_name
 from megatron_glue.parallel.mesh import ParallelMesh
@@ -51,7 +51,12 @@ def global_name(name: str, param: Tensor) -> str:
 
 def _gather(value: Tensor, param: Tensor, mesh: ParallelMesh) -> Tensor:
     if isinstance(value, DTensor):
-        return value.full_tensor().cpu()
+        for axis in range(value.device_mesh.ndim):
+            # One axis at a time, outer first: experts are split over ep before they are split over edp.
+            placements = list(value.placements)
+            placements[axis] = Replicate()
+            value = value.redistribute(placements=placements)
+        return value.to_local().cpu()
     spec = get_shard_spec(param)
     if spec is None or mesh.ep_group is None or not is_expert_parameter(param):
         return value.detach().cpu().clone()

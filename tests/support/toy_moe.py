@@ -94,6 +94,8 @@ class ToyBlock(nn.Module):
 class ToyModel(nn.Module):
     """Embedding, blocks, a head tied to the embedding, and the summed loss inside forward."""
 
+    forward_methods = ("logits",)
+
     def __init__(
         self, mesh: ParallelMesh, *, recompute: bool, dtype: torch.dtype = torch.float32, has_rare: bool = False
     ) -> None:
@@ -108,12 +110,17 @@ class ToyModel(nn.Module):
         )
 
     def forward(self, context: ToyContext) -> Tensor:
+        labels_T = (context.ids_T + 1) % VOCAB
+        return -self._logits(context).log_softmax(-1).gather(1, labels_T[:, None]).sum() / NUM_STEP_TOKENS
+
+    def logits(self, context: ToyContext) -> Tensor:
+        return self._logits(context)
+
+    def _logits(self, context: ToyContext) -> Tensor:
         x_TD = F.embedding(context.ids_T, local(self.embedding, self.dtype))
         for block in self.blocks:
             x_TD = block(x_TD, context)
-        logits_TV = (x_TD @ local(self.head.weight, self.dtype).T).float()
-        labels_T = (context.ids_T + 1) % VOCAB
-        return -logits_TV.log_softmax(-1).gather(1, labels_T[:, None]).sum() / NUM_STEP_TOKENS
+        return (x_TD @ local(self.head.weight, self.dtype).T).float()
 
 
 def run_plain(block: nn.Module, x_TD: Tensor, context: Any) -> Tensor:

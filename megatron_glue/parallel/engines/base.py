@@ -29,9 +29,11 @@ class DataParallelEngine(ABC):
 
     Attributes:
         module: What to call for forward.
+        model: The model inside it: same parameters, names without the engine's prefix. For sampling and checkpoints.
     """
 
     module: nn.Module
+    model: nn.Module
 
     @abstractmethod
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
@@ -46,12 +48,16 @@ class DataParallelEngine(ABC):
         """Reduce what backward itself did not, and give zeros to trainable parameters without a gradient."""
 
     def reset(self) -> None:
-        """Forget an aborted forward or backward, so that a next step can run. Gradients are dropped."""
+        """Drop all gradients and forget a forward that an exception ended, so that a next step can run.
+
+        All ranks must have failed at the same place. An aborted backward is forgotten by fsdp2 (torch 2.12 and later),
+        but not by ddp, whose buckets would stay half filled.
+        """
         self.module.zero_grad(set_to_none=True)
 
     def gradient_parameters(self) -> list[nn.Parameter]:
         """Trainable parameters as the optimizer sees them, in the model's order."""
-        return [param for param in self.module.parameters() if param.requires_grad]
+        return [param for param in self.model.parameters() if param.requires_grad]
 
     @abstractmethod
     def describe(self) -> str:
@@ -62,7 +68,7 @@ class SingleEngine(DataParallelEngine):
     """One data-parallel rank: nothing to reduce, no process group needed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.module = model
+        self.module = self.model = model
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Nothing to hold back."""

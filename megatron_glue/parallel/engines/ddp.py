@@ -36,7 +36,7 @@ class DdpEngine(DataParallelEngine):
         # Buffers (balancing biases, tables) are their owners' business: never broadcast.
         ignored += [name for name, _ in model.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-        self._model = model
+        self.model = model
         self._expert_reducer = FlatReducer([param for _, param in experts], mesh.edp_group)
         self._num_dense, self._num_expert = len(trainable) - len(experts), len(experts)
         # device_ids stays unset: with it DDP would walk through and copy the arguments of every forward.

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_glue.parallel.engines.base import DataParallelEngine, fill_missing_gradients
@@ -72,7 +72,11 @@ class Fsdp2Engine(DataParallelEngine):
             options["shard_placement_fn"] = _ExpertPlacement(mesh)
         for block in list(getattr(model, "blocks", [])):
             fully_shard(block, **options)
-        fully_shard(model, **options)
+        # Outside forward and backward every registered parameter is the sharded one, the root's too: after an
+        # evaluation the default would leave gathered bf16 weights where a checkpoint expects the masters.
+        fully_shard(model, reshard_after_forward=True, **options)
+        for name in getattr(model, "forward_methods", ()):
+            register_fsdp_forward_method(model, name)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -80,10 +84,12 @@ class Fsdp2Engine(DataParallelEngine):
                 module.set_force_sum_reduction_for_comms(True)
                 if hasattr(module, "set_reduce_scatter_unused_params"):
                     module.set_reduce_scatter_unused_params(True)
-        self.module = model
+        self.module = self.model = model
+        self._has_run = False
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Every micro-batch reduces: see the top of the file."""
+        self._has_run = True
         return nullcontext()
 
     def finish_backward(self) -> None:
@@ -94,8 +100,9 @@ class Fsdp2Engine(DataParallelEngine):
 
     def reset(self) -> None:
         """Free gathered weights and forget an aborted pass."""
-        if isinstance(self.module, FSDPModule) and hasattr(self.module, "reset_iter_state"):
-            self.module.reset_iter_state()
+        # The call needs the state that the first forward creates, and torch 2.12.
+        if self._has_run and hasattr(self.model, "reset_iter_state"):
+            self.model.reset_iter_state()  # pyright: ignore[reportCallIssue]
         super().reset()
 
     def describe(self) -> str:
