@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -67,3 +68,18 @@ def reduce_and_agree(rank: int, world_size: int) -> None:
 
 def test_sums_maxima_and_agreement() -> None:
     run_distributed(reduce_and_agree, 3)
+
+
+def refuse_wrong_splits(rank: int, world_size: int) -> None:
+    x = torch.zeros(3, 2)
+    group = dist.group.WORLD
+    with pytest.raises(ValueError, match="send_splits: 1 entries for a group of 2"):
+        all_to_all_rows(x, [3], [1, 2], group)
+    with pytest.raises(ValueError, match="sum 2 for 3 rows"):
+        all_to_all_rows(x, [1, 1], [1, 1], group)
+    with pytest.raises(ValueError, match="needed with a process group"):
+        all_to_all_rows(x, None, None, group)
+
+
+def test_wrong_splits_are_refused_before_anything_is_sent() -> None:
+    run_distributed(refuse_wrong_splits, 2)

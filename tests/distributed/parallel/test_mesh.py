@@ -1,0 +1,64 @@
+"""Ranks, groups and device meshes of several processes, and DTensors at the checkpoint boundary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.sections import ParallelConfig
+from megatron_glue.parallel.mesh import DENSE_AXES, EXPERT_AXES, ParallelMesh
+from megatron_glue.parallel.shard_spec import ShardSpec, to_global_dtensor
+from tests.support.processes import run_distributed
+
+
+def check_coordinates(rank: int, world_size: int) -> None:
+    for engine, data_axis in (("ddp", "dp_replicate"), ("fsdp2", "dp_shard")):
+        parallel = ParallelConfig(data_parallel_engine=engine, expert_model_parallel_size=2)
+        mesh = ParallelMesh.build(parallel, "cpu")
+        assert (mesh.rank, mesh.dp_rank, mesh.ep_rank, mesh.edp_rank) == (rank, rank, rank % 2, rank // 2)
+        assert (mesh.dp_size, mesh.ep_size, mesh.edp_size) == (4, 2, 2)
+        assert mesh.dense_mesh is not None
+        assert mesh.expert_mesh is not None
+        assert mesh.dense_mesh.mesh_dim_names == DENSE_AXES
+        assert mesh.expert_mesh.mesh_dim_names == EXPERT_AXES
+        assert mesh.dense_mesh[data_axis].size() == 4
+        assert mesh.data_mesh is not None
+        assert mesh.data_mesh.mesh_dim_names == (data_axis,)
+        # Neighbours exchange tokens; ranks with the same experts lie ep apart.
+        assert dist.get_process_group_ranks(mesh.ep_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert dist.get_process_group_ranks(mesh.edp_group) == [rank % 2, rank % 2 + 2]
+        assert dist.get_process_group_ranks(mesh.dp_group) == [0, 1, 2, 3]
+    whole = ParallelMesh.build(ParallelConfig(expert_model_parallel_size=4), "cpu")
+    assert whole.edp_group is None
+    assert ParallelMesh.build(ParallelConfig(), "cpu").ep_group is None
+    with pytest.raises(ConfigError, match="expert_model_parallel_size=3"):
+        ParallelMesh.build(ParallelConfig(expert_model_parallel_size=3), "cpu")
+
+
+def test_coordinates_and_groups() -> None:
+    run_distributed(check_coordinates, 4)
+
+
+def save_experts(rank: int, world_size: int, folder: str) -> None:
+    mesh = ParallelMesh.build(ParallelConfig(expert_model_parallel_size=2), "cpu")
+    spec = ShardSpec("experts", (4, 3), (("ep", 0),))
+    whole = torch.arange(12.0).view(4, 3)
+    part = whole[mesh.ep_rank * 2 : mesh.ep_rank * 2 + 2].clone()
+    view = to_global_dtensor(part, spec, mesh)
+    assert isinstance(view, DTensor)
+    assert view.shape == (4, 3)
+    assert view.to_local().data_ptr() == part.data_ptr(), "a checkpoint must be readable into the parameter itself"
+    dense = to_global_dtensor(torch.full((5,), 2.0), ShardSpec("dense", (5,)), mesh)
+    dcp.save({"experts": view, "dense": dense}, checkpoint_id=folder)
+
+
+def test_f103_expert_shards_of_several_ranks_make_one_global_tensor(tmp_path) -> None:
+    run_distributed(save_experts, 4, str(tmp_path))
+    loaded = {"experts": torch.zeros(4, 3), "dense": torch.zeros(5)}
+    dcp.load(loaded, checkpoint_id=str(tmp_path), no_dist=True)
+    assert torch.equal(loaded["experts"], torch.arange(12.0).view(4, 3))
+    assert torch.equal(loaded["dense"], torch.full((5,), 2.0))
