@@ -95,6 +95,23 @@ def _sum_choices(rows_ND: Tensor, groups: TokenGroups, weights_TK: Tensor | None
     return F.embedding_bag(rows_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
 
 
+def _dot_choices(grad_TD: Tensor, rows_ND: Tensor, groups: TokenGroups) -> Tensor:
+    """[T, K]: the dot product of each token's row of ``grad_TD`` with each of its K rows.
+
+    The operator behind ``embedding_bag``'s own weight gradient: no [N, D] product is ever written.
+    """
+    num_tokens, top_k = grad_TD.shape[0], groups.top_k
+    if num_tokens == 0:
+        return grad_TD.new_zeros(0, top_k)
+    first_pair_T = torch.arange(0, groups.num_pairs, top_k, device=grad_TD.device)
+    token_N = torch.div(torch.arange(groups.num_pairs, device=grad_TD.device), top_k, rounding_mode="floor")
+    sum_mode, no_padding = 0, -1
+    dots_N = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        grad_TD, rows_ND, groups.inverse_N, first_pair_T, token_N, sum_mode, no_padding
+    )
+    return dots_N.view(num_tokens, top_k)
+
+
 class _PermuteRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, groups: TokenGroups, has_sentinels: bool) -> Tensor:
@@ -116,21 +133,21 @@ class _UnpermuteRows(torch.autograd.Function):
             y_ND = _without_tail(y_ND, groups)
         ctx.groups, ctx.has_sentinels, ctx.weights_dtype = groups, has_sentinels, weights_TK.dtype
         weights_TK = weights_TK.to(y_ND.dtype)
+        y_ND = y_ND.contiguous()
         ctx.save_for_backward(y_ND, weights_TK)
-        return _sum_choices(y_ND.contiguous(), groups, weights_TK)
+        return _sum_choices(y_ND, groups, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         y_ND, weights_TK = ctx.saved_tensors
         groups = ctx.groups
-        grad_ND = grad_outputs[0].index_select(0, _token_of_row(groups))
-        grad_weights_TK = None
+        grad_TD = grad_outputs[0].contiguous()
+        grad_weights_TK = grad_y_ND = None
         if ctx.needs_input_grad[1]:
-            grad_weights_N = (y_ND * grad_ND).sum(-1, dtype=ctx.weights_dtype)
-            grad_weights_TK = grad_weights_N.index_select(0, groups.inverse_N).view(weights_TK.shape)
-        grad_y_ND = None
+            grad_weights_TK = _dot_choices(grad_TD, y_ND, groups).to(ctx.weights_dtype)
         if ctx.needs_input_grad[0]:
-            grad_y_ND = grad_ND.mul_(weights_TK.reshape(-1, 1).index_select(0, groups.order_N))
+            weights_N1 = weights_TK.reshape(-1, 1).index_select(0, groups.order_N)
+            grad_y_ND = grad_TD.index_select(0, _token_of_row(groups)).mul_(weights_N1)
             if ctx.has_sentinels:
                 grad_y_ND = _without_tail(grad_y_ND, groups)
         return grad_y_ND, grad_weights_TK, None, None
