@@ -10,6 +10,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "megatron_glue/__init__.p
 
 EXTRAS = {
     "test": ["pytest>=8", "hypothesis>=6.100", "pytest-timeout>=2.3"],
+    "lint": ["ruff==0.17.6", "pyright==1.1.414"],
     "bench": ["matplotlib>=3.8"],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_glue.config.command_line import SOURCE, field_values, parse_command_line
-from megatron_glue.config.environment import DISABLE_NAME, environment_overrides, is_disabled
+from megatron_glue.config.environment import DISABLE_NAME, RankEnvironment, environment_overrides, is_disabled
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import Override, field_specs, section_paths, value_to_word
 from megatron_glue.config.sections import RunConfig, Section
@@ -73,7 +73,8 @@ def resolve_config(
             "give --save with the same folder",
         )
     if command_line.is_print_config:
-        sys.stdout.write(to_yaml(config))
+        if RankEnvironment.from_mapping(environ).is_main:
+            sys.stdout.write(to_yaml(config))
         raise SystemExit(0)
     warnings = list(command_line.notes)
     if command_line.ignored:

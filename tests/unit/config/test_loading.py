@@ -155,6 +155,13 @@ def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert _resolve("--config", str(file)).config == _resolve(*argv).config
 
 
+def test_one_rank_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(SystemExit):
+        _resolve("--print-config", environ={**environ, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    assert capsys.readouterr().out == ""
+
+
 def test_plain_data_round_trips_through_json() -> None:
     config = RunConfig(
         model=ModelConfig(window_size=4, window_attn_skip_freq=(0, 1, 1, 0)),
