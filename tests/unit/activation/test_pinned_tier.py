@@ -1,0 +1,119 @@
+"""Every hand-over between streams has its event, and each event is needed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_glue.activation.offloader import InputOffloader
+from megatron_glue.activation.pinned_tier import MAX_PENDING_OFFLOADS, PinnedTier
+from megatron_glue.activation.plan import ActivationPlan
+from tests.support.simulated_device import Edge, SimulatedDevice
+
+EDGES: dict[str, Edge] = {
+    "x_written_then_offloaded": ("offload", "compute"),
+    "offloaded_then_memory_of_x_reused": ("compute", "offload"),
+    "f38_offloaded_then_reloaded": ("reload", "offload"),
+    "buffer_read_then_refilled": ("reload", "compute"),
+    "reloaded_then_computed": ("compute", "reload"),
+    "reloaded_then_host_memory_reused": ("offload", "reload"),
+}
+PLAN = ActivationPlan(recompute=True, offload=True, double_buffer=True)
+
+
+def run_steps(device: SimulatedDevice, *, num_buffers: int, num_blocks: int = 5, num_steps: int = 2) -> None:
+    """Queue whole steps as a host does that runs far ahead of its device. The second computes on another stream."""
+    offloader = InputOffloader(PLAN, PinnedTier(device), num_buffers)
+    for step in range(num_steps):
+        offloader.reset()
+        if step == 1:
+            device.use_another_compute_stream()
+        claims = []
+        for block in range(num_blocks):
+            x = device.new_activation(value=10.0 * step + block, num_elements=3)
+            claims.append(offloader.store(x, micro_batch=0))
+            del x
+        offloader.prefetch_first()
+        for block in reversed(range(num_blocks)):
+            device.check(claims[block].fetch(), 10.0 * step + block)
+            claims[block].release()
+    assert offloader.num_tracked == 0
+
+
+def violations_under_all_priorities(num_buffers: int, ignored_edges: tuple[Edge, ...] = ()) -> list[str]:
+    found = []
+    for order in itertools.permutations(("compute", "offload", "reload", "compute2")):
+        device = SimulatedDevice(eager_compute=False, ignored_edges=ignored_edges)
+        run_steps(device, num_buffers=num_buffers)
+        assert device.edges == set(EDGES.values()), "all hand-overs are issued, and no others"
+        device.run_by_priority(order)
+        found += device.violations
+    return found
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_all_orders_of_the_device_give_the_right_inputs(num_buffers):
+    assert violations_under_all_priorities(num_buffers) == []
+
+
+@pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES.keys())
+def test_without_this_edge_some_order_of_the_device_goes_wrong(edge):
+    assert violations_under_all_priorities(2, (edge,)) != []
+
+
+def test_few_inputs_stay_on_the_device_behind_the_running_block():
+    device = SimulatedDevice(eager_compute=False)
+    tier = PinnedTier(device)
+    for value in range(6):
+        tier.store(device.new_activation(value, 3))
+    assert device.num_live_allocations == MAX_PENDING_OFFLOADS
+
+
+def test_current_stream_is_looked_up_at_each_call(monkeypatch):
+    device = SimulatedDevice(eager_compute=False)
+    lookups = []
+    monkeypatch.setattr(device, "current_stream", lambda: lookups.append(1) or device.compute)
+    tier = PinnedTier(device)
+    assert not lookups
+    stored = tier.store(device.new_activation(1.0, 3))
+    assert len(lookups) == 1
+    tier.wait(tier.load(stored, tier.allocate(12), tier.mark()).done)
+    assert len(lookups) == 3
+
+
+def test_poison_fills_freed_host_memory():
+    device = SimulatedDevice(eager_compute=False)
+    tier = PinnedTier(device, poison=True)
+    stored = tier.store(device.new_activation(1.0, 3))
+    stored.transfer.done.synchronize()
+    assert stored.view(stored.place.memory).tolist() == [1.0] * 3
+    tier.discard(stored, None)
+    assert stored.view(stored.place.memory).isnan().all()
+
+
+def test_a_discard_right_after_the_store_leaves_later_inputs_intact():
+    """A block without gradient gives its place back while its copy is still queued."""
+    device = SimulatedDevice(eager_compute=False)
+    tier = PinnedTier(device)
+    tier.discard(tier.store(device.new_activation(1.0, 3)), None)
+    stored = tier.store(device.new_activation(2.0, 3))
+    stored.transfer.done.synchronize()
+    assert stored.view(stored.place.memory).tolist() == [2.0] * 3
+
+
+def test_times_are_those_of_the_device():
+    device = SimulatedDevice(eager_compute=False)
+    tier = PinnedTier(device)
+    stored = tier.store(device.new_activation(1.0, 3))
+    assert tier.elapsed_ms(stored.transfer.started, stored.transfer.done) == 1.0
+
+
+def test_close_returns_all_host_memory():
+    device = SimulatedDevice(eager_compute=False)
+    tier = PinnedTier(device)
+    tier.store(device.new_activation(1.0, 3))
+    assert device.host_bytes > 0
+    tier.close()
+    tier.close()
+    assert device.host_bytes == 0

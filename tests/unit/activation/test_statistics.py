@@ -1,0 +1,60 @@
+"""Hidden copy time / min(copy, compute), from fences."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_glue.activation import statistics
+from megatron_glue.activation.statistics import ActivationStats, ReloadRecord, StatisticsRecorder
+from megatron_glue.activation.tiers import Transfer
+
+
+def recorder(record_timeline=False):
+    return StatisticsRecorder(lambda: 100.0, lambda begin, end: end - begin, record_timeline)
+
+
+def summary(recorder):
+    return recorder.summary(requested_bytes=1, held_bytes=2, buffer_bytes=3)
+
+
+@pytest.mark.parametrize(
+    ("copy_ms", "wait_ms", "compute_ms", "efficiency"),
+    [(10, 0, 20, 1.0), (10, 10, 20, 0.0), (10, 5, 20, 0.5), (30, 20, 10, 1.0), (30, 25, 10, 0.5), (10, 12, 20, 0.0)],
+)
+def test_efficiency(copy_ms, wait_ms, compute_ms, efficiency):
+    stats = ActivationStats(copy_ms=copy_ms, reload_wait_ms=wait_ms, compute_ms=compute_ms)
+    assert stats.overlap_efficiency == pytest.approx(efficiency)
+
+
+def test_efficiency_without_reloads_is_zero():
+    assert ActivationStats().overlap_efficiency == 0.0
+
+
+def test_sums_and_reset(monkeypatch):
+    monkeypatch.setattr(statistics, "MAX_OPEN_RECORDS", 2)
+    record = recorder()
+    for start in (0.0, 100.0, 200.0, 300.0):
+        record.add_offload(8, Transfer(start, start + 3))
+        record.add_reload(ReloadRecord(Transfer(start + 1, start + 5), start + 4, start + 6, start + 16))
+    assert len(record._open) == 2
+    stats = summary(record)
+    assert (stats.num_offloads, stats.num_reloads, stats.offloaded_bytes) == (4, 4, 32)
+    assert (stats.copy_ms, stats.reload_wait_ms, stats.compute_ms) == (16.0, 8.0, 40.0)
+    assert (stats.requested_bytes, stats.held_bytes, stats.buffer_bytes) == (1, 2, 3)
+    assert summary(record) == stats, "asking changes nothing"
+    assert record.timeline() == []
+    record.reset()
+    assert summary(record).num_reloads == 0
+
+
+def test_timeline_bars_count_from_the_reset():
+    record = recorder(record_timeline=True)
+    record.add_offload(8, Transfer(101.0, 103.0))
+    record.add_reload(ReloadRecord(Transfer(104.0, 106.0), 105.0, 106.0, 110.0))
+    bars = [(bar.name, bar.lane, bar.start_ms, bar.end_ms) for bar in record.timeline()]
+    assert bars == [
+        ("offload", "offload", 1.0, 3.0),
+        ("reload", "reload", 4.0, 6.0),
+        ("wait", "compute", 5.0, 6.0),
+        ("block", "compute", 6.0, 10.0),
+    ]
