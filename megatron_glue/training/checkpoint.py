@@ -88,9 +88,8 @@ class CheckpointStore:
             facts = contents.collect_facts(state, step, self._mesh)
             self._together(lambda: self._complete(folder, state, facts) if self._is_first else None)
         except CheckpointError as error:
-            if self._is_first:
-                # Room is what a full disk needs most. What cannot be removed now, the next save removes.
-                shutil.rmtree(folder, ignore_errors=True)
+            # Room is what a full disk needs most. What cannot be removed now, the next save removes.
+            self._together(lambda: shutil.rmtree(folder, ignore_errors=True) if self._is_first else None)
             raise CheckpointError(f"step {step} was not saved, earlier checkpoints are untouched: {error}") from error
         self._together(lambda: files.prune(self.root, self._keep_last, step) if self._is_first else None)
         return final

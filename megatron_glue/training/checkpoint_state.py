@@ -19,12 +19,12 @@ import megatron_glue
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.loading import as_dict
 from megatron_glue.config.sections import RunConfig
+from megatron_glue.parallel.gather import global_name
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.shard_spec import get_shard_spec, to_global_dtensor
 from megatron_glue.training.checkpoint_files import CheckpointError
 from megatron_glue.training.checkpoint_tensors import SavedTensor
 from megatron_glue.training.optimizer import GuardedAdamW
-from megatron_glue.training.parameter_names import global_name
 
 FORMAT = 1
 

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import BackendConfig, OptimizerConfig
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.gather import global_name
 from megatron_glue.parallel.precision import track_updates
-from megatron_glue.training.parameter_names import global_name
 
 
 class GuardedAdamW:

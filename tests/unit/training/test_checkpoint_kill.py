@@ -1,4 +1,4 @@
-"""kill -9 between the stations of a save, at points where bytes are forced to the disk: a checkpoint is always whole."""
+"""kill -9 between the stations of a save, where bytes are forced to the disk: there always is a whole checkpoint."""
 
 from __future__ import annotations
 
