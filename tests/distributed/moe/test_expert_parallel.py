@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_glue.activation.manager import ActivationManager
+from megatron_glue.activation.plan import ActivationPlan
 from megatron_glue.moe.layer import MoELayer
 from megatron_glue.types import ForwardContext, PackedSequence, RouterRecord, SavedDecisions
 from tests.support.moe_cases import MoECase, random_rows
@@ -147,3 +149,24 @@ def test_f50_recompute_exchanges_rows_only():
     """Counts cross the ranks once per micro-batch; the recompute reuses splits and reads nothing."""
     for exchanges in run_distributed(watch_collectives, 2):
         assert exchanges == [[1, 2], [0, 2], [0, 2]]
+
+
+def recompute_layer(rank: int, num_ranks: int, case: MoECase, tokens_per_rank: list[int]) -> None:
+    """The activation manager's recompute, which stops early, joins the same collectives on every rank."""
+    layer = case.build(dist.group.WORLD)
+    x, probe, context = micro_batch(tokens_per_rank[rank], rank, num_ranks)
+    plain = torch.autograd.grad((layer(x, context) * probe).sum(), (x, *layer.parameters()))
+    reads = layer._host_reader.count
+    context = replace(context, decisions=None, router_log=[])
+    out = ActivationManager(ActivationPlan(recompute=True), "cpu").run_block(layer, x, context)
+    again = torch.autograd.grad((out * probe).sum(), (x, *layer.parameters()))
+    for actual, wanted in zip(again, plain, strict=True):
+        assert torch.equal(actual, wanted)
+    log_of(context)
+    assert layer._host_reader.count == 2 * reads + (0 if case.one_pass else 1)
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("tokens_per_rank", [[6, 9], [0, 8]], ids=["tokens everywhere", "none on rank 0"])
+def test_f53_recompute_with_the_activation_manager(one_pass, tokens_per_rank):
+    run_distributed(recompute_layer, 2, CASE.with_(one_pass=one_pass), tokens_per_rank)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_glue.activation.manager import ActivationManager
+from megatron_glue.activation.plan import ActivationPlan
 from megatron_glue.moe.layer import MoELayer
 from megatron_glue.types import ForwardContext, PackedSequence, RouterRecord, SavedDecisions
 from tests.support.moe_cases import MoECase, dense_layer, random_rows
@@ -111,6 +113,27 @@ def test_f50_recompute_logs_nothing_and_decides_nothing(one_pass):
     assert not [name for name in watch.calls if "sort" in name or "topk" in name]
     if one_pass:
         assert layer._host_reader.count == reads == 0
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("num_tokens", [0, 20])
+def test_f50_the_activation_manager_recomputes_the_same_layer(one_pass, num_tokens):
+    """Bit-equal gradients, one log entry, and (one pass) no second grouping."""
+    layer = BALANCED.with_(one_pass=one_pass).build()
+    x = random_rows(num_tokens + 3, 8)
+    log: list[RouterRecord] = []
+    plain = grads_of(layer, x, context_of(num_tokens, pad=3))
+    manager = ActivationManager(ActivationPlan(recompute=True), "cpu")
+    out = manager.run_block(layer, x, context_of(num_tokens, pad=3, router_log=log))
+    probe = random_rows(num_tokens + 3, 8, seed=9).detach()
+    with OperatorWatch() as watch:
+        grads = torch.autograd.grad((out * probe).sum(), (x, *layer.parameters()))
+    assert torch.equal(out, plain["out"])
+    for (name, wanted), actual in zip(list(plain.items())[:-1], grads, strict=True):
+        assert torch.equal(actual, wanted), name
+    assert len(log) == 1
+    assert "aten::softmax" in watch.calls or "aten::_softmax" in watch.calls
+    assert not [name for name in watch.calls if "sort" in name or "topk" in name]
 
 
 def test_f80_one_pass_makes_no_host_read_in_forward_and_backward():
