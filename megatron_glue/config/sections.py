@@ -220,7 +220,7 @@ class BackendConfig(Section):
     """Which kernel serves each role. ``auto`` takes the first that works on this machine."""
 
     attention_backend: Literal["auto", "segments", "varlen", "flex", "dense"] = option("auto", "Packed attention.")
-    norm_backend: Literal["auto", "torch"] = option("auto", "RMSNorm and LayerNorm.")
+    norm_backend: Literal["auto", "torch", "cpu"] = option("auto", "RMSNorm and LayerNorm.")
     grouped_mm_backend: Literal["auto", "torch", "loop"] = option("auto", "Product of grouped rows and expert weights.")
     grouping_backend: Literal["auto", "numpy", "torch"] = option("auto", "One-pass grouping.")
     optimizer_backend: Literal["auto", "fused", "foreach"] = option("auto", "AdamW update.")

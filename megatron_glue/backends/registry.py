@@ -1,0 +1,222 @@
+"""Which kernel serves each role: a table of entries, and one function that chooses from it at start.
+
+``auto`` takes the first entry of the role that works here and can do what the model needs. A backend that is named and
+cannot be had is an error that says why. Layers receive the chosen callables and never ask again.
+
+Optional libraries are imported only in the file of the backend that needs them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from megatron_glue.backends.attention import AttentionKernel
+from megatron_glue.backends.attention_dense import dense_attention
+from megatron_glue.backends.attention_flex import flex_attention
+from megatron_glue.backends.attention_segments import segments_attention
+from megatron_glue.backends.attention_varlen import varlen_attention
+from megatron_glue.backends.grouped_mm import GroupedMM, GroupedMMLoop, grouped_mm_torch
+from megatron_glue.backends.norm import LayerNormKernel, RMSNormKernel, layer_norm_torch, rms_norm_cpu, rms_norm_torch
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.sections import BackendConfig
+from megatron_glue.ops.host_reader import HostReader
+
+Kernel = TypeVar("Kernel")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a kernel must be able to do in this run.
+
+    Attributes:
+        device: Where it runs.
+        dtype: Compute dtype.
+        attention_dropout: Probability; 0 for none.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    attention_dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Entry(Generic[Kernel]):
+    """One backend of one role.
+
+    Attributes:
+        name: As in the configuration.
+        load: Returns the kernel.
+        why_not: Says why the backend cannot serve these needs, or returns an empty string.
+    """
+
+    name: str
+    load: Callable[[HostReader], Kernel]
+    why_not: Callable[[Needs], str]
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The kernels of one run.
+
+    Attributes:
+        attention: Packed attention.
+        attention_layout: Layout of the metadata it takes, also its name.
+        rms_norm: RMSNorm.
+        layer_norm: LayerNorm.
+        grouped_mm: Product of grouped rows and expert weights.
+        grouping: ``numpy`` or ``torch``, for ``ops.grouping.group_tokens``.
+        optimizer: ``fused`` or ``foreach``.
+        host_reader: Counts what kernels read.
+        choices: (role, name, reason) of each choice.
+    """
+
+    attention: AttentionKernel
+    attention_layout: str
+    rms_norm: RMSNormKernel
+    layer_norm: LayerNormKernel
+    grouped_mm: GroupedMM
+    grouping: Any
+    optimizer: str
+    host_reader: HostReader
+    choices: tuple[tuple[str, str, str], ...]
+
+    def describe(self) -> str:
+        """Say in one line what was chosen and why."""
+        return ", ".join(f"{role} {name} ({reason})" for role, name, reason in self.choices)
+
+
+def _always(_needs: Needs) -> str:
+    return ""
+
+
+def _why_not_varlen(needs: Needs) -> str:
+    if needs.device.type != "cuda":
+        return f"its kernel runs on CUDA, not on {needs.device.type}"
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernel computes in bf16 or fp16, not in {needs.dtype}"
+    if needs.attention_dropout > 0:
+        return "it has no attention dropout"
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        return f"torch {torch.__version__} cannot import it: {error}"
+    missing = {"scale", "window_size"} - set(inspect.signature(varlen_attn).parameters)
+    return f"in torch {torch.__version__} it lacks {sorted(missing)}" if missing else ""
+
+
+def _why_not_flex(needs: Needs) -> str:
+    if needs.device.type == "cpu":
+        return "FlexAttention has no backward on a CPU"
+    return "it has no attention dropout" if needs.attention_dropout > 0 else ""
+
+
+def _why_not_norm_cpu(needs: Needs) -> str:
+    if needs.device.type != "cpu":
+        return f"it is for a CPU, not for {needs.device.type}"
+    return "" if needs.dtype in (torch.float32, torch.float64) else f"it computes in fp32, not in {needs.dtype}"
+
+
+def _why_not_numpy(needs: Needs) -> str:
+    return "" if needs.device.type == "cpu" else "it would read device values"
+
+
+def _why_not_fused(needs: Needs) -> str:
+    return "" if needs.device.type in ("cpu", "cuda") else f"no fused AdamW on {needs.device.type}"
+
+
+# In the order in which ``auto`` tries them.
+_ATTENTION: tuple[Entry[AttentionKernel], ...] = (
+    Entry("varlen", lambda _: varlen_attention, _why_not_varlen),
+    Entry("segments", lambda _: segments_attention, _always),
+    Entry("flex", lambda _: flex_attention, _why_not_flex),
+    Entry("dense", lambda _: dense_attention, _always),
+)
+_NORM: tuple[Entry[RMSNormKernel], ...] = (
+    Entry("cpu", lambda _: rms_norm_cpu, _why_not_norm_cpu),
+    Entry("torch", lambda _: rms_norm_torch, _always),
+)
+_GROUPED_MM: tuple[Entry[GroupedMM], ...] = (
+    Entry("torch", lambda _: grouped_mm_torch, _always),
+    Entry("loop", GroupedMMLoop, _always),
+)
+_GROUPING: tuple[Entry[str], ...] = (
+    Entry("numpy", lambda _: "numpy", _why_not_numpy),
+    Entry("torch", lambda _: "torch", _always),
+)
+_OPTIMIZER: tuple[Entry[str], ...] = (
+    Entry("fused", lambda _: "fused", _why_not_fused),
+    Entry("foreach", lambda _: "foreach", _always),
+)
+
+
+def _choose(field: str, wanted: str, entries: tuple[Entry[Kernel], ...], needs: Needs) -> tuple[Entry[Kernel], str]:
+    """Return the entry and the reason for it.
+
+    Raises:
+        ConfigError: If the named backend cannot be had.
+    """
+    rejected = []
+    for entry in entries:
+        if wanted not in ("auto", entry.name):
+            continue
+        obstacle = entry.why_not(needs)
+        if not obstacle:
+            return entry, "; ".join(rejected) or ("configured" if wanted != "auto" else "first choice")
+        rejected.append(f"not {entry.name}: {obstacle}")
+    usable = [entry.name for entry in entries if not entry.why_not(needs)]
+    reason = "; ".join(rejected) or "no such backend"
+    raise ConfigError(field, wanted, reason, f"use auto or one of {usable}")
+
+
+def resolve(
+    config: BackendConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    attention_dropout: float = 0.0,
+    host_reader: HostReader | None = None,
+) -> Backends:
+    """Choose a kernel for every role, once at start.
+
+    Args:
+        config: What the user named.
+        device: Where the model computes.
+        dtype: Compute dtype.
+        attention_dropout: The model's; not every attention kernel has it.
+        host_reader: Counts reads of device values by kernels; ``None`` makes a new one.
+
+    Returns:
+        The kernels.
+
+    Raises:
+        ConfigError: If a named backend is unknown here or cannot do what is needed, with the reason.
+    """
+    needs = Needs(torch.device(device), dtype, attention_dropout)
+    reader = host_reader or HostReader()
+    attention, attention_reason = _choose("attention_backend", config.attention_backend, _ATTENTION, needs)
+    norm, norm_reason = _choose("norm_backend", config.norm_backend, _NORM, needs)
+    grouped_mm, grouped_mm_reason = _choose("grouped_mm_backend", config.grouped_mm_backend, _GROUPED_MM, needs)
+    grouping, grouping_reason = _choose("grouping_backend", config.grouping_backend, _GROUPING, needs)
+    optimizer, optimizer_reason = _choose("optimizer_backend", config.optimizer_backend, _OPTIMIZER, needs)
+    return Backends(
+        attention=attention.load(reader),
+        attention_layout=attention.name,
+        rms_norm=norm.load(reader),
+        layer_norm=layer_norm_torch,
+        grouped_mm=grouped_mm.load(reader),
+        grouping=grouping.load(reader),
+        optimizer=optimizer.load(reader),
+        host_reader=reader,
+        choices=(
+            ("attention", attention.name, attention_reason),
+            ("norm", norm.name, norm_reason),
+            ("grouped_mm", grouped_mm.name, grouped_mm_reason),
+            ("grouping", grouping.name, grouping_reason),
+            ("optimizer", optimizer.name, optimizer_reason),
+        ),
+    )
