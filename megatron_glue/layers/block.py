@@ -1,0 +1,96 @@
+"""One pre-norm decoder block: ``x + attention(norm(x))``, then ``x + ffn(norm(x))``.
+
+The feed-forward is handed in, dense or mixture-of-experts, so this room knows nothing of experts. A block is a pure
+function of its input, its parameters and the context, which is what lets it run a second time for backward.
+
+Shape suffixes: T tokens, D model.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron_glue.backends.registry import Backends
+from megatron_glue.config.sections import ModelConfig
+from megatron_glue.layers.attention import PackedAttention, build_attention
+from megatron_glue.layers.dropout import SeededDropout
+from megatron_glue.layers.norm import build_norm
+from megatron_glue.layers.packed_metadata import PackedMetadataCache
+from megatron_glue.types import ForwardContext
+
+
+class DecoderBlock(nn.Module):
+    """Attention and feed-forward on the residual stream.
+
+    Args:
+        attention: Called ``attention(x_TD, context)``.
+        ffn: Called ``ffn(x_TD, context)``.
+        attention_norm: Before attention.
+        ffn_norm: Before the feed-forward.
+        dropout: Probability on both branches.
+        layer_index: Global index of the block.
+    """
+
+    def __init__(
+        self,
+        attention: PackedAttention,
+        ffn: nn.Module,
+        attention_norm: nn.Module,
+        ffn_norm: nn.Module,
+        dropout: float,
+        layer_index: int,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.ffn_norm = ffn_norm
+        self.ffn = ffn
+        self.attention_dropout = SeededDropout(dropout, layer_index, "attention.output")
+        self.ffn_dropout = SeededDropout(dropout, layer_index, "ffn.output")
+
+    def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        """Run the block.
+
+        Args:
+            x_TD: Residual stream.
+            context: The micro-batch.
+
+        Returns:
+            [T, D].
+        """
+        x_TD = x_TD + self.attention_dropout(self.attention(self.attention_norm(x_TD), context), context)
+        return x_TD + self.ffn_dropout(self.ffn(self.ffn_norm(x_TD), context), context)
+
+
+def build_decoder_block(
+    model: ModelConfig,
+    layer_index: int,
+    ffn: nn.Module,
+    backends: Backends,
+    metadata_cache: PackedMetadataCache,
+    seed: int,
+) -> DecoderBlock:
+    """Build and initialise one block around a feed-forward.
+
+    Args:
+        model: Shape of the decoder.
+        layer_index: Global index of the block; its parameters are named ``blocks.<layer_index>. ...``.
+        ffn: The feed-forward, initialised.
+        backends: Kernels.
+        metadata_cache: The model's.
+        seed: The run's seed.
+
+    Returns:
+        The block, on the CPU in fp32.
+
+    Raises:
+        ConfigError: If the configuration is contradictory or needs what the kernels lack.
+    """
+    return DecoderBlock(
+        build_attention(model, layer_index, backends, metadata_cache, seed),
+        ffn,
+        build_norm(model, backends),
+        build_norm(model, backends),
+        model.hidden_dropout,
+        layer_index,
+    )
