@@ -145,8 +145,8 @@ class _SwitchAction(_Action):
 
     def apply(self, parsed: CommandLine, flag: str, words: list[str]) -> None:
         """Append True or False."""
-        spec, value = self.payload
-        parsed.set(spec.name, value, flag)
+        spec: FieldSpec = self.payload
+        parsed.set(spec.name, flag not in spec.off_flags, flag)
 
 
 class _TranslatedAction(_Action):
@@ -186,6 +186,7 @@ class _RefusedAction(_Action):
 def _build_parser(defaults: RunConfig, program: str | None) -> _Parser:
     parser = _Parser(
         prog=program,
+        usage="%(prog)s [--config FILE] [flags]",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(
@@ -238,11 +239,9 @@ def field_values(config: RunConfig) -> list[tuple[FieldSpec, Any]]:
 
 def _add_field(group: Any, spec: FieldSpec, default: Any) -> None:
     text = f"{spec.doc} (default: {value_to_word(spec, default)})".replace("%", "%%")
-    if spec.kind == "bool" and not spec.words:
-        group.add_argument(spec.flag, dest=spec.name, action=_SwitchAction, nargs=0, payload=(spec, True), help=text)
-        off = f"Turn {spec.flag} off."
+    if spec.off_flags:
         group.add_argument(
-            *spec.off_flags, dest=spec.name, action=_SwitchAction, nargs=0, payload=(spec, False), help=off
+            spec.flag, *spec.off_flags, dest=spec.name, action=_SwitchAction, nargs=0, payload=spec, help=text
         )
         return
     metavar = "{" + ",".join(spec.words) + "}" if spec.words else METAVARS[spec.kind]

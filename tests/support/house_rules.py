@@ -35,6 +35,7 @@ HOT_ROOMS = ("ops", "backends", "layers", "moe", "activation", "models")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 6
+MAX_KERNEL_PARAMETERS = 8
 MAX_ENTRY_POINT_LINES = 45
 FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
@@ -104,15 +105,25 @@ def functions_are_short(source: Source) -> list[str]:
 
 
 def parameters_are_few(source: Source) -> list[str]:
-    """A function has at most 6 parameters; kernels and autograd Functions in ops and backends may have more."""
+    """A function has at most 6 parameters.
+
+    In ops and backends, kernels (functions whose first parameter is a tensor) have at most 8; methods of autograd
+    Functions and compiled kernels, whose signature is not ours to choose, have any number.
+    """
     found = []
     for function, classes in functions(source):
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        count = len([argument for argument in arguments if argument.arg not in ("self", "cls")])
-        is_kernel = any("jit" in dotted_name(decorator).split(".")[-1:] for decorator in function.decorator_list)
-        is_excepted = source.room in ("ops", "backends") and (is_kernel or any(map(is_autograd_function, classes)))
-        if count > MAX_PARAMETERS and not is_excepted:
-            found.append(source.at(function, f"{function.name} has {count} parameters, the limit is {MAX_PARAMETERS}"))
+        arguments = [argument for argument in arguments if argument.arg not in ("self", "cls")]
+        limit = MAX_PARAMETERS
+        if source.room in ("ops", "backends") and arguments:
+            is_compiled = any(dotted_name(decorator).endswith("jit") for decorator in function.decorator_list)
+            if is_compiled or any(map(is_autograd_function, classes)):
+                continue
+            annotation = arguments[0].annotation
+            if annotation is not None and dotted_name(annotation).endswith("Tensor"):
+                limit = MAX_KERNEL_PARAMETERS
+        if len(arguments) > limit:
+            found.append(source.at(function, f"{function.name} has {len(arguments)} parameters, the limit is {limit}"))
     return found
 
 

@@ -56,6 +56,8 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (house_rules.files_are_short, "pretrain_x.py", "\n" * 46),
     (house_rules.functions_are_short, "megatron_glue/ops/a.py", LONG_FUNCTION),
     (house_rules.parameters_are_few, "megatron_glue/ops/a.py", "def f(a, b, c, d, e, *, g, h): ..."),
+    (house_rules.parameters_are_few, "megatron_glue/layers/a.py", "def f(q: Tensor, b, c, d, e, f, g): ..."),
+    (house_rules.parameters_are_few, "megatron_glue/ops/a.py", "def f(q: Tensor, b, c, d, e, f, g, h, i): ..."),
     (
         house_rules.parameters_are_few,
         "megatron_glue/layers/a.py",
@@ -106,6 +108,7 @@ SOUND: list[tuple[Rule, str, str]] = [
         "megatron_glue/ops/a.py",
         "class F(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, a, b, c, d, e, f): ...",
     ),
+    (house_rules.parameters_are_few, "megatron_glue/backends/a.py", "def f(q: Tensor, b, c, d, e, f, g): ..."),
     (house_rules.parameters_are_few, "megatron_glue/backends/a.py", "@triton.jit\ndef k(a, b, c, d, e, f, g): ..."),
     (house_rules.one_file_reads_the_environment, "megatron_glue/config/environment.py", "import os\nos.environ"),
     (house_rules.nothing_is_executed_from_data, "tools/a.py", "torch.load(f, weights_only=True)\nyaml.safe_load(x)"),

@@ -138,6 +138,7 @@ def test_help_shows_sections_defaults_and_an_example(capsys: pytest.CaptureFixtu
     assert "Experts per MoE layer; off (dense model): 0. (default: 8)" in " ".join(text.split())
     assert "--moe-grouping {one-pass,loop}" in text
     assert text.rstrip().splitlines()[-2].strip().startswith("torchrun --nproc-per-node 2 pretrain_moe.py")
+    assert "--swiglu, --no-swiglu" in text
     assert "--use-flash-attn" not in text
 
 
