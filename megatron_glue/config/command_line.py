@@ -94,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse found wrong, e.g. a flag without its value."""
         subject, _, reason = message.removeprefix("argument ").partition(": ")
-        flag = subject.split("/")[-1] if subject.startswith("-") else SOURCE
+        flag = subject if subject.startswith("-") else SOURCE
         raise ConfigError(flag, "", reason or message, "see --help")
 
 

@@ -72,7 +72,7 @@ def test_the_flag_is_remembered_as_written() -> None:
         (["--num-layers", "3", "4"], "command line", "behind no flag"),
         (["--num-layers"], "--num-layers", "expected one argument"),
         (["--moe-layer-freq"], "--moe-layer-freq", "expected at least one"),
-        (["--swiglu=yes"], "--swiglu", "ignored explicit argument"),
+        (["--swiglu=yes"], "--swiglu/--no-swiglu", "ignored explicit argument"),
         (["--num-layers", "x"], "--num-layers", "not a whole number of at least 1"),
         (["--moe-grouping", "fast"], "--moe-grouping", "not one of one-pass, loop"),
         (["--fp16"], "--fp16", "use --bf16"),
