@@ -121,7 +121,9 @@ class RunMetrics:
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
         losses, grad_norms, num_tokens = state["losses"], state["grad_norms"], state["num_tokens"]
-        assert isinstance(losses, list) and isinstance(grad_norms, list) and isinstance(num_tokens, int)
+        assert isinstance(losses, list)
+        assert isinstance(grad_norms, list)
+        assert isinstance(num_tokens, int)
         self.losses, self.grad_norms, self.num_tokens = list(losses), list(grad_norms), num_tokens
 
 

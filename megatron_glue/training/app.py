@@ -1,0 +1,163 @@
+"""From a command line to a trained model: what ``pretrain_gpt.py`` and ``pretrain_moe.py`` call.
+
+It resolves and checks the configuration, starts the process group, finds the run's folder, builds or resumes the
+session, trains, samples and summarises. Errors that a user can cause leave as one line on standard error and exit code
+2 (the request cannot be met as written) or 1 (something failed on the way).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from megatron_glue.config.environment import RankEnvironment, read_environment
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.loading import ResolvedConfig, describe, resolve_config
+from megatron_glue.config.sections import RunConfig
+from megatron_glue.config.validation import validate
+from megatron_glue.parallel.collectives import broadcast_
+from megatron_glue.parallel.launch import choose_device, distributed_session
+from megatron_glue.parallel.mesh import ParallelMesh
+from megatron_glue.training.checkpoint import CheckpointStore
+from megatron_glue.training.checkpoint_files import CheckpointError, step_of
+from megatron_glue.training.closing import collect_summary, sample
+from megatron_glue.training.loop import Run, train
+from megatron_glue.training.monitor import Monitor
+from megatron_glue.training.session import Session, build_session
+from megatron_glue.training.summary import print_summary, write_json
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(defaults: RunConfig, argv: Sequence[str] | None = None) -> int:
+    """Run one training from the command line.
+
+    Args:
+        defaults: The entry point's own defaults.
+        argv: Words behind the program's name; ``None``: those of this process.
+
+    Returns:
+        The exit code.
+    """
+    environ = read_environment()
+    environment = RankEnvironment()
+    try:
+        environment = RankEnvironment.from_mapping(environ)
+        resolved = resolve_config(sys.argv[1:] if argv is None else argv, environ, defaults)
+        return _run(resolved, environment)
+    except ConfigError as error:
+        return _report(error, EXIT_USAGE, environment)
+    except (CheckpointError, OSError) as error:
+        return _report(error, EXIT_FAILED, environment)
+    except KeyboardInterrupt:
+        return _report("interrupted; the same command with --save resumes", EXIT_INTERRUPTED, environment)
+
+
+def _report(error: object, code: int, environment: RankEnvironment) -> int:
+    """Say what is wrong in one line; ranks other than the first name themselves."""
+    rank = f"[rank {environment.rank}] " if environment.rank else ""
+    line = " ".join(str(error).split())
+    print(f"error: {rank}{line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run(resolved: ResolvedConfig, environment: RankEnvironment) -> int:
+    config = resolved.config
+    logging.basicConfig(level=config.accelerator.log_level.upper(), format="%(name)s: %(message)s")
+    device = choose_device(config.training.device, environment)
+    warnings = [*resolved.warnings, *validate(config, environment.world_size, device.type)]
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    with distributed_session(environment, timeout, device):
+        mesh = ParallelMesh.build(config.parallel, device.type)
+        folder = _run_folder(config, mesh)
+        store = CheckpointStore(folder, config.training.keep_last, mesh)
+        store.prepare()
+        latest = store.find_latest()
+        if latest is not None and (step_of(latest.name) or 0) >= config.training.train_iters:
+            if environment.is_main:
+                print(
+                    f"{latest}: the run has finished its {config.training.train_iters} iterations; nothing to do"
+                )
+            return 0
+        session = build_session(config, mesh, device, _offload_dir(config, folder))
+        try:
+            if latest is not None:
+                session.adopt(store.load(latest, session.training_state()))
+            monitor = _open(session, latest, resolved, warnings)
+            try:
+                heldout_loss = train(Run(session, store, monitor))
+            finally:
+                monitor.close()
+            _close(session, store, heldout_loss)
+            return 0
+        finally:
+            session.close()
+
+
+def _run_folder(config: RunConfig, mesh: ParallelMesh) -> Path:
+    """``--save``, or a folder of its own for this start, the same on all ranks."""
+    if config.training.save is not None:
+        return Path(config.training.save)
+    now = broadcast_(torch.tensor([int(time.time())]), mesh.world_group)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(int(now[0])))
+    folder = Path("runs") / f"{config.training.name}-{stamp}"
+    taken = broadcast_(torch.tensor([sum(1 for _ in Path("runs").glob(f"{folder.name}*"))]), mesh.world_group)
+    return folder.with_name(f"{folder.name}-{int(taken[0]) + 1}") if int(taken[0]) else folder
+
+
+def _offload_dir(config: RunConfig, folder: Path) -> Path:
+    return Path(config.activation.activation_offload_dir or folder / "activations")
+
+
+def _open(session: Session, latest: Path | None, resolved: ResolvedConfig, warnings: list[str]) -> Monitor:
+    """Start the monitor and say what was decided, before the first step."""
+    config = session.config
+    monitor = Monitor(
+        config.logging.progress,
+        enabled=session.mesh.rank == 0,
+        total=config.training.train_iters,
+        start=session.iteration,
+    )
+    for warning in warnings:
+        monitor.say(f"warning: {warning}")
+    monitor.say(_opening(session, resolved))
+    if latest is not None:
+        monitor.say(f"resuming from {latest} at iteration {session.iteration}")
+    return monitor
+
+
+def _opening(session: Session, resolved: ResolvedConfig) -> str:
+    data, built = session.data, session.built
+    num_parameters = sum(param.numel() for param in built.model.parameters())
+    return "\n".join(
+        [
+            describe(resolved),
+            f"{session.mesh.describe()} on {session.device}",
+            f"model: {num_parameters:,} parameters on this rank",
+            f"kernels: {built.backends.describe()}, optimizer {session.optimizer.implementation}",
+            built.activation.describe(),
+            f"data: {data.train.num_documents:,} documents, {data.train.num_tokens:,} tokens; held out: "
+            f"{data.heldout.num_documents:,} documents; packing efficiency {data.loader.packing_efficiency:.2%}",
+        ]
+    )
+
+
+def _close(session: Session, store: CheckpointStore, heldout_loss: float) -> None:
+    """Sample and summarise; collective, rank 0 shows."""
+    logging_config = session.config.logging
+    continuation = sample(session)
+    latest = store.find_latest()
+    summary = collect_summary(session, heldout_loss, None if latest is None else str(latest))
+    if session.mesh.rank != 0:
+        return
+    if continuation:
+        print(f"\nsample continuation:\n{logging_config.sample_prompt}{continuation}\n")
+    print_summary(summary)
+    if logging_config.summary_path is not None:
+        write_json(logging_config.summary_path, summary)

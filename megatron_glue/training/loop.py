@@ -1,0 +1,107 @@
+"""The training loop: step, log, evaluate, save, until the run's last iteration.
+
+All ranks take the same turns at the same iterations, since evaluation, saving and reading metrics are collective. What
+a step does stands in ``step.py``; what is shown stands in ``monitor.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_glue.training.checkpoint import CheckpointStore
+from megatron_glue.training.evaluation import evaluate
+from megatron_glue.training.metrics import StepTimer
+from megatron_glue.training.monitor import Monitor
+from megatron_glue.training.session import Session
+from megatron_glue.training.step import train_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """A session and where it reports and saves to.
+
+    Attributes:
+        session: The parts of the run.
+        store: Its checkpoints.
+        monitor: What the user sees.
+    """
+
+    session: Session
+    store: CheckpointStore
+    monitor: Monitor
+
+    def save(self) -> None:
+        """Write a checkpoint of this iteration; nothing happens if it is on disk already."""
+        session = self.session
+        session.metrics.flush(session.host_reader, session.mesh.dp_group)
+        path = self.store.save(session.iteration, session.training_state())
+        self.monitor.say(f"saved checkpoint {path}")
+
+    def evaluate(self) -> float:
+        """Loss on the held-out documents, nats per token."""
+        session = self.session
+        with session.uncounted():
+            batches = session.data.eval_batches(session.device)
+            loss = evaluate(
+                session.built.model,
+                session.engine.module,
+                batches,
+                session.mesh.dp_group,
+                seed=session.config.training.seed,
+            )
+            value = session.host_reader.read(loss)
+        self.monitor.say(f"iteration {session.iteration}: held-out loss {value:.4f}")
+        return value
+
+
+def train(run: Run) -> float:
+    """Train to the last iteration (or to the next multiple of ``exit_interval``), then evaluate and save.
+
+    Args:
+        run: A session at any iteration.
+
+    Returns:
+        The last held-out loss.
+    """
+    session, config = run.session, run.session.config
+    training = config.training
+    timer = StepTimer(session.device)
+    heldout_loss: float | None = None
+    while session.iteration < training.train_iters:
+        timer.start()
+        result = train_step(session)
+        iteration = session.iteration
+        is_logging = iteration % config.logging.log_interval == 0 or iteration in (1, training.train_iters)
+        session.metrics.add(result, timer.stop(wait_for_device=is_logging))
+        run.monitor.step(iteration)
+        if is_logging:
+            _log(run, result.lr)
+        heldout_loss = None
+        if _is_due(iteration, training.eval_interval):
+            heldout_loss = run.evaluate()
+        if _is_due(iteration, training.exit_interval):
+            run.monitor.say(f"stopping at iteration {iteration} (--exit-interval {training.exit_interval})")
+            break
+        if _is_due(iteration, training.save_interval):
+            run.save()
+    run.save()
+    return run.evaluate() if heldout_loss is None else heldout_loss
+
+
+def _is_due(iteration: int, interval: int) -> bool:
+    return interval > 0 and iteration % interval == 0
+
+
+def _log(run: Run, lr: float) -> None:
+    session = run.session
+    metrics = session.metrics
+    metrics.flush(session.host_reader, session.mesh.dp_group)
+    run.monitor.log(
+        session.iteration,
+        {
+            "loss": metrics.losses[-1],
+            "lr": lr,
+            "grad_norm": metrics.grad_norms[-1],
+            "tokens_per_second": metrics.tokens_per_second(last_steps=session.config.logging.log_interval),
+        },
+    )

@@ -1,0 +1,175 @@
+"""All parts of one run, built once in a visible order and passed on explicitly. There is no global state beside it.
+
+``build_session`` turns a validated configuration into model, engine, optimizer and loader; the step, the evaluation,
+the loop and the tools work on what it returns. It trains nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megatron_glue.config.sections import RunConfig
+from megatron_glue.data.documents import DocumentSet, build_datasets
+from megatron_glue.data.heldout import EvalPlan, eval_batches, unigram_entropy
+from megatron_glue.data.loader import BatchLoader, BatchPlan
+from megatron_glue.data.pack_stream import PackStream
+from megatron_glue.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_glue.models.build import BuildPlace, BuiltModel, build_model
+from megatron_glue.models.parallelize import parallelize
+from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.data_parallel import DataParallelEngine
+from megatron_glue.parallel.mesh import ParallelMesh
+from megatron_glue.training.checkpoint import LoadedCheckpoint, TrainingState
+from megatron_glue.training.lr_schedule import LearningRateSchedule
+from megatron_glue.training.metrics import RunMetrics
+from megatron_glue.training.optimizer import GuardedAdamW, build_optimizer
+from megatron_glue.types import PackedBatch
+
+
+@dataclass(frozen=True)
+class SessionData:
+    """Documents of a run and how they are packed.
+
+    Attributes:
+        tokenizer: Text to ids and back.
+        train: Training documents.
+        heldout: Documents that training never sees.
+        loader: Training batches of this rank.
+        eval_plan: Which held-out packs are evaluated, and by whom.
+    """
+
+    tokenizer: Tokenizer
+    train: DocumentSet
+    heldout: DocumentSet
+    loader: BatchLoader
+    eval_plan: EvalPlan
+
+    def eval_batches(self, device: torch.device) -> list[PackedBatch]:
+        """This rank's held-out batches."""
+        return eval_batches(self.heldout, self.eval_plan, device=device)
+
+    def unigram_entropy(self) -> float:
+        """Loss of predicting held-out labels by frequency alone, nats per token."""
+        return unigram_entropy(self.train, self.heldout, self.eval_plan)
+
+
+@dataclass
+class Session:
+    """The parts of one run.
+
+    Attributes:
+        config: What it was built from.
+        mesh: Ranks.
+        device: Where this rank computes.
+        built: Model, activation manager, metadata cache, chosen kernels.
+        engine: The data-parallel engine around the model.
+        optimizer: AdamW over the engine's parameters.
+        schedule: Learning rate by update.
+        data: Documents and loader.
+        host_reader: Counts device-to-host reads of the model and of the optimizer's fallback.
+        metrics: Losses and timings.
+        iteration: Optimizer steps done since the run began.
+        num_micro_batches: Micro-batches that this process trained on.
+        num_step_host_reads: Device-to-host reads inside this process' training steps; logging reads are not among them.
+    """
+
+    config: RunConfig
+    mesh: ParallelMesh
+    device: torch.device
+    built: BuiltModel
+    engine: DataParallelEngine
+    optimizer: GuardedAdamW
+    schedule: LearningRateSchedule
+    data: SessionData
+    host_reader: HostReader
+    metrics: RunMetrics = field(default_factory=RunMetrics)
+    iteration: int = 0
+    num_micro_batches: int = 0
+    num_step_host_reads: int = 0
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Keep what happens inside out of the counters of training (metadata builds, reuses, host reads)."""
+        cache, reader = self.built.metadata_cache, self.host_reader
+        before = cache.builds, cache.reuses, reader.count
+        try:
+            yield
+        finally:
+            cache.builds, cache.reuses, reader.count = before
+
+    def training_state(self) -> TrainingState:
+        """What a checkpoint holds, and where loading one puts it (see :meth:`adopt`)."""
+        return TrainingState(
+            model=self.engine.module,
+            optimizer=self.optimizer,
+            config=self.config,
+            counters=self.metrics.state_dict(),
+            data_position=self.data.loader.state_dict(),
+        )
+
+    def adopt(self, loaded: LoadedCheckpoint) -> None:
+        """Continue from a loaded checkpoint: weights and moments are in place already, counters and position follow."""
+        self.iteration = loaded.step
+        self.metrics.load_state_dict(loaded.counters)
+        self.data.loader.load_state_dict(loaded.data_position)
+
+    def close(self) -> None:
+        """End threads and free what lies off the device."""
+        self.data.loader.close()
+        self.built.activation.close()
+
+
+def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, offload_dir: Path | None) -> Session:
+    """Build all parts of a run, in order: data, model, engine, optimizer.
+
+    Args:
+        config: A validated configuration.
+        mesh: The run's mesh; every rank must call this.
+        device: Where this rank computes.
+        offload_dir: Folder of the activation disk tier, used only on machines without an accelerator.
+
+    Returns:
+        A session at iteration 0.
+
+    Raises:
+        ConfigError: If data, kernels or folders cannot be had.
+    """
+    host_reader = HostReader()
+    data = _build_data(config, mesh, device)
+    place = BuildPlace(mesh, device, host_reader, offload_dir)
+    built = build_model(config, data.tokenizer.vocab_size, place)
+    engine = parallelize(built, mesh, config.parallel)
+    optimizer = build_optimizer(
+        engine.module.named_parameters(), config.optimizer, config.backend, device, host_reader=host_reader
+    )
+    return Session(
+        config=config,
+        mesh=mesh,
+        device=device,
+        built=built,
+        engine=engine,
+        optimizer=optimizer,
+        schedule=LearningRateSchedule(config.optimizer, config.training.train_iters),
+        data=data,
+        host_reader=host_reader,
+    )
+
+
+def _build_data(config: RunConfig, mesh: ParallelMesh, device: torch.device) -> SessionData:
+    training, data_config = config.training, config.data
+    tokenizer = build_tokenizer(data_config)
+    train, heldout = build_datasets(data_config, tokenizer, training.seed)
+    plan = BatchPlan(training.micro_batch_size, training.global_batch_size, mesh.dp_rank, mesh.dp_size)
+    stream = PackStream(train, data_config.seq_length, data_config.packing_window, training.seed)
+    return SessionData(
+        tokenizer=tokenizer,
+        train=train,
+        heldout=heldout,
+        loader=BatchLoader(stream, plan, device=device),
+        eval_plan=EvalPlan.build(stream, plan, training.eval_iters),
+    )

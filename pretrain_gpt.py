@@ -1,0 +1,15 @@
+"""Train a dense GPT language model on packed sequences.
+
+With no flags it trains a small model on an embedded corpus, on the CPU or on a GPU, in a few minutes::
+
+    torchrun pretrain_gpt.py --use-packed-cache --double-buffer-ckpt
+    python pretrain_gpt.py --num-layers 8 --data-path corpus.jsonl --save checkpoints/mine
+"""
+
+from __future__ import annotations
+
+from megatron_glue.training.app import main
+from megatron_glue.training.presets import GPT_DEFAULTS
+
+if __name__ == "__main__":
+    raise SystemExit(main(GPT_DEFAULTS))

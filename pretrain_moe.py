@@ -1,0 +1,15 @@
+"""Train a mixture-of-experts language model on packed sequences.
+
+With no flags it trains a small model on an embedded corpus, on the CPU or on a GPU, in a few minutes::
+
+    torchrun pretrain_moe.py --use-packed-cache --double-buffer-ckpt
+    torchrun --nproc-per-node 2 pretrain_moe.py --expert-model-parallel-size 2 --use-packed-cache
+"""
+
+from __future__ import annotations
+
+from megatron_glue.training.app import main
+from megatron_glue.training.presets import MOE_DEFAULTS
+
+if __name__ == "__main__":
+    raise SystemExit(main(MOE_DEFAULTS))

@@ -1,0 +1,70 @@
+"""What a user can get wrong ends in one line that names field, value and remedy, with exit code 2 or 1, on all ranks."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from tests.support.cases import write_corpus
+from tests.support.commands import run
+
+TINY = ["--num-layers", "1", "--hidden-size", "32", "--train-iters", "1", "--seq-length", "64", "--sample-tokens", "0"]
+
+USAGE = {
+    "heads": (["--hidden-size", "65"], "--hidden-size"),
+    "unknown flag": (["--num-layer", "2"], "--num-layers"),
+    "type": (["--num-layers", "two"], "--num-layers"),
+    "sequence": (["--seq-length", "1"], "--seq-length"),
+    "top-k": (["--moe-router-topk", "9"], "--moe-router-topk"),
+    "batch": (["--global-batch-size", "3", "--micro-batch-size", "2"], "--global-batch-size"),
+    "expert parallel": (["--expert-model-parallel-size", "2"], "--expert-model-parallel-size"),
+    "tensor parallel": (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size"),
+    "double buffer": (["--double-buffer-ckpt", "--recompute-granularity", "none"], "--recompute-granularity"),
+    "missing data": (["--data-path", "nowhere.jsonl"], "nowhere.jsonl"),
+    "missing config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    "cuda": (["--device", "cuda"], "device"),
+}
+
+
+def assert_one_line(outcome: object, code: int, *parts: str) -> None:
+    assert outcome.code == code, outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert len(outcome.error_lines) == 1, outcome.stderr
+    for part in parts:
+        assert part in outcome.error_lines[0]
+
+
+@pytest.mark.parametrize(("flags", "named"), USAGE.values(), ids=USAGE.keys())
+def test_usage_errors(flags: list[str], named: str, tmp_path: Path) -> None:
+    assert_one_line(run(["pretrain_moe.py", *TINY, *flags], tmp_path), 2, named)
+
+
+def test_malformed_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "fine"}\n{"text": 3}\n'))
+    assert_one_line(run(["pretrain_gpt.py", *TINY, "--data-path", str(path)], tmp_path), 2, "bad.jsonl.gz", "2")
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    assert_one_line(run(["pretrain_gpt.py", *TINY, "--data-path", "empty.jsonl"], tmp_path), 2, "empty.jsonl")
+
+
+def test_save_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    assert_one_line(run(["pretrain_gpt.py", *TINY, "--save", "taken"], tmp_path), 2, "taken")
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_full_disk_ends_in_one_line_and_keeps_what_was_saved(tmp_path: Path) -> None:
+    corpus = str(write_corpus(tmp_path / "corpus.jsonl"))
+    outcome = run(["pretrain_gpt.py", *TINY, "--data-path", corpus, "--save", "/dev/full/run"], tmp_path)
+    assert_one_line(outcome, 2, "/dev/full/run")
+
+
+def test_all_ranks_end_when_one_has_no_data(tmp_path: Path) -> None:
+    outcome = run(["pretrain_gpt.py", *TINY, "--data-path", "nowhere.jsonl"], tmp_path, num_processes=2)
+    assert outcome.code != 0
+    assert any("nowhere.jsonl" in line for line in outcome.error_lines)
