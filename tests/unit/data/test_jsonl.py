@@ -73,7 +73,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
         list(read_texts([str(tmp_path)], "text"))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "checksum"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "header", "checksum"])
 def test_damaged_gzip_is_named(tmp_path, damage):
     lines = "".join(json.dumps({"text": os.urandom(40).hex()}) + "\n" for _ in range(4000)).encode()
     packed = bytearray(gzip.compress(lines))
@@ -81,6 +81,8 @@ def test_damaged_gzip_is_named(tmp_path, damage):
         packed = packed[: len(packed) // 2]
     elif damage == "flipped":
         packed[len(packed) // 2 : len(packed) // 2 + 64] = bytes(64)
+    elif damage == "header":
+        packed[10] = 0xFF  # a kind of block that does not exist
     else:
         packed[-6] ^= 1
     path = write(tmp_path / "cut.gz", bytes(packed))

@@ -35,6 +35,17 @@ def test_a_text_that_shares_a_minor_part_is_kept():
     assert drop_near_duplicates(texts) == texts
 
 
+def test_windows_end_with_their_text():
+    """Each pair shares an end and the beginning of its neighbour, both shorter than a window: nothing is a copy."""
+    texts = []
+    for group in range(50):
+        ending, beginning = words(20, group).replace(" ", "")[:30], words(20, 100 + group).replace(" ", "")[:31]
+        for side in range(2):
+            own = words(20, 1000 + 2 * group + side).replace(" ", "")
+            texts += [own[:20] + ending, beginning + own[20:90]]
+    assert drop_near_duplicates(texts) == texts
+
+
 def test_duplicates_are_found_across_block_borders():
     texts = [words(9000, seed) for seed in range(6)]
     assert drop_near_duplicates([*texts, *(text[:-3] + "xyz" for text in texts)]) == texts
