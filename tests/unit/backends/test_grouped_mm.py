@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from megatron_glue.backends.grouped_mm import GroupedMMLoop, grouped_mm_torch
+from megatron_glue.ops.host_reader import HostReader
+from tests.support.operator_watch import OperatorWatch
+from tests.support.tolerances import assert_close
+
+
+def by_hand(x, weight, ends):
+    starts = [0, *ends[:-1]]
+    return torch.cat([x[s:e] @ weight[i] for i, (s, e) in enumerate(zip(starts, ends, strict=True))])
+
+
+@pytest.mark.parametrize("ends", [[2, 5, 9], [0, 9, 9], [9, 9, 9], [0, 0, 0]])
+@pytest.mark.parametrize("widths", [(8, 12), (3, 5), (8, 5), (3, 8)])
+@pytest.mark.parametrize("backend", ["torch", "loop"])
+def test_equals_one_product_per_expert(ends, widths, backend):
+    grouped_mm = grouped_mm_torch if backend == "torch" else GroupedMMLoop(HostReader())
+    x = torch.randn(ends[-1], widths[0], requires_grad=True)
+    weight = torch.randn(3, *widths, requires_grad=True)
+    expected = by_hand(x, weight, ends)
+    actual = grouped_mm(x, weight, torch.tensor(ends))
+    assert_close(actual, expected)
+    probe = torch.randn_like(expected)
+    for a, e in zip(
+        torch.autograd.grad(actual, (x, weight), probe), torch.autograd.grad(expected, (x, weight), probe), strict=True
+    ):
+        assert_close(a, e)
+
+
+def test_expanded_gradient_and_transposed_weight():
+    x = torch.randn(6, 8, requires_grad=True)
+    weight = torch.randn(3, 12, 8, requires_grad=True)
+    grouped_mm_torch(x, weight.transpose(1, 2), torch.tensor([2, 2, 6])).sum().backward()
+    assert x.grad is not None
+    assert_close(x.grad[:2], weight[0].sum(0).expand(2, 8))
+    assert weight.grad is not None
+    assert not weight.grad[1].any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "loop"])
+def test_rows_past_the_last_offset_reach_nothing(backend):
+    grouped_mm = grouped_mm_torch if backend == "torch" else GroupedMMLoop(HostReader())
+    x = torch.randn(9, 8)
+    x[5:] = float("nan")
+    x.requires_grad_()
+    weight = torch.randn(3, 8, 4, requires_grad=True)
+    y = grouped_mm(x, weight, torch.tensor([2, 5, 5]))
+    y[:5].sum().backward()
+    assert weight.grad is not None
+    assert torch.isfinite(weight.grad).all()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad[:5]).all()
+
+
+@pytest.mark.parametrize("widths", [(8, 12), (3, 5)])
+def test_f57_zero_tail_is_zero_in_both_passes(widths):
+    x = torch.randn(9, widths[0])
+    x[5:] = float("nan")
+    x.requires_grad_()
+    weight = torch.randn(3, *widths, requires_grad=True)
+    y = grouped_mm_torch(x, weight, torch.tensor([2, 5, 5]), zero_tail=True)
+    assert torch.equal(y[5:], torch.zeros(4, widths[1]))
+    probe = torch.ones_like(y)
+    probe[5:] = float("nan")
+    y.backward(probe)
+    assert x.grad is not None
+    assert torch.equal(x.grad[5:], torch.zeros(4, widths[0]))
+    assert torch.isfinite(x.grad).all()
+    assert weight.grad is not None
+    assert torch.isfinite(weight.grad).all()
+
+
+def test_one_call_reads_nothing_and_the_loop_reads_once():
+    x, weight, offsets = torch.randn(6, 8), torch.randn(3, 8, 4), torch.tensor([2, 2, 6])
+    with OperatorWatch() as watch:
+        grouped_mm_torch(x, weight, offsets, zero_tail=True)
+    assert watch.synchronising == []
+    reader = HostReader()
+    GroupedMMLoop(reader)(x, weight, offsets)
+    assert reader.count == 1

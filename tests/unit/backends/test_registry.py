@@ -1,0 +1,101 @@
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_glue.backends import registry
+from megatron_glue.backends.attention_metadata import METADATA_BUILDERS
+from megatron_glue.backends.attention_segments import segments_attention
+from megatron_glue.backends.grouped_mm import GroupedMMLoop, grouped_mm_torch
+from megatron_glue.backends.norm import rms_norm_cpu, rms_norm_torch
+from megatron_glue.backends.registry import resolve
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.sections import BackendConfig
+from megatron_glue.ops.host_reader import HostReader
+
+
+def test_auto_on_a_cpu():
+    backends = resolve(BackendConfig(), "cpu", torch.float32)
+    assert backends.attention is segments_attention
+    assert backends.attention_layout == "segments"
+    assert backends.rms_norm is rms_norm_cpu
+    assert backends.grouped_mm is grouped_mm_torch
+    assert (backends.grouping, backends.optimizer) == ("numpy", "fused")
+
+
+def test_the_choice_is_one_line_with_reasons():
+    line = resolve(BackendConfig(grouped_mm_backend="loop"), "cpu", torch.float32).describe()
+    assert "\n" not in line
+    assert "attention segments (not varlen: its kernel runs on CUDA, not on cpu)" in line
+    assert "grouped_mm loop (configured)" in line
+
+
+def test_auto_on_a_gpu_does_without_what_is_missing(monkeypatch):
+    # Nothing is run here: which entry is taken depends on the needs alone.
+    backends = resolve(BackendConfig(), "cuda", torch.bfloat16)
+    assert backends.attention_layout == "varlen"
+    assert backends.rms_norm is rms_norm_torch
+    assert backends.grouping == "torch"
+    assert resolve(BackendConfig(), "cuda", torch.float32).attention_layout == "segments"
+    with_dropout = resolve(BackendConfig(), "cuda", torch.bfloat16, attention_dropout=0.1)
+    assert with_dropout.attention_layout == "segments"
+    assert "not varlen: it has no attention dropout" in with_dropout.describe()
+
+
+@pytest.mark.parametrize(
+    ("config", "needs", "reason"),
+    [
+        ({"attention_backend": "varlen"}, {}, "its kernel runs on CUDA, not on cpu"),
+        ({"attention_backend": "flex"}, {}, "FlexAttention has no backward on a CPU"),
+        (
+            {"attention_backend": "varlen"},
+            {"device": "cuda", "dtype": torch.bfloat16, "attention_dropout": 0.1},
+            "no attention dropout",
+        ),
+        ({"attention_backend": "flex"}, {"device": "cuda", "attention_dropout": 0.1}, "no attention dropout"),
+        ({"attention_backend": "varlen"}, {"device": "cuda"}, "bf16 or fp16"),
+        ({"norm_backend": "cpu"}, {"dtype": torch.bfloat16}, "it computes in fp32"),
+        ({"grouping_backend": "numpy"}, {"device": "cuda"}, "it would read device values"),
+    ],
+)
+def test_a_named_backend_that_cannot_be_had_is_an_error_with_the_reason(config, needs, reason):
+    (field,) = config
+    needs = {"device": "cpu", "dtype": torch.float32} | needs
+    with pytest.raises(ConfigError, match=reason) as caught:
+        resolve(BackendConfig(**config), **needs)
+    assert caught.value.field == field
+    assert "use auto or one of" in caught.value.remedy
+
+
+def test_a_kernel_that_torch_lacks_is_named(monkeypatch):
+    import torch.nn.attention.varlen as module
+
+    monkeypatch.setattr(module, "varlen_attn", lambda query, key, value: query)
+    with pytest.raises(ConfigError, match=r"it lacks \['scale', 'window_size'\]"):
+        resolve(BackendConfig(attention_backend="varlen"), "cuda", torch.bfloat16)
+
+
+def test_the_result_is_frozen_and_shares_one_reader():
+    reader = HostReader()
+    backends = resolve(BackendConfig(grouped_mm_backend="loop"), "cpu", torch.float32, host_reader=reader)
+    assert backends.host_reader is reader
+    assert isinstance(backends.grouped_mm, GroupedMMLoop)
+    backends.grouped_mm(torch.randn(2, 4), torch.randn(1, 4, 4), torch.tensor([2]))
+    assert reader.count == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        backends.optimizer = "foreach"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_every_choice_of_the_configuration_has_an_entry_and_every_layout_a_builder():
+    tables = {
+        "attention_backend": registry._ATTENTION,
+        "norm_backend": registry._NORM,
+        "grouped_mm_backend": registry._GROUPED_MM,
+        "grouping_backend": registry._GROUPING,
+        "optimizer_backend": registry._OPTIMIZER,
+    }
+    for field, entries in tables.items():
+        annotation = BackendConfig.model_fields[field].annotation
+        choices = set(annotation.__args__) - {"auto"}  # pyright: ignore[reportOptionalMemberAccess]
+        assert {entry.name for entry in entries} == choices
+    assert {entry.name for entry in registry._ATTENTION} == set(METADATA_BUILDERS)
