@@ -1,0 +1,235 @@
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from megatron_glue.layers.packed_metadata import PackedMetadataCache, read_lengths
+from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.types import ForwardContext, PackedSequence
+from tests.support.layer_cases import PACKS, build_blocks, gradients, pack, run_blocks, small_model
+from tests.support.operator_watch import OperatorWatch
+
+LAYOUTS = ["segments", "varlen", "dense", "flex"]
+TRAINABLE = ["segments", "dense"]
+
+
+def new_cache(layout="segments", enabled=True):
+    return PackedMetadataCache(layout, enabled, HostReader())
+
+
+def assert_same_values(a, b):
+    for name, value in vars(a).items():
+        other = getattr(b, name)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other), name
+        elif name == "block_mask" and value is not None:
+            assert torch.equal(value.to_dense(), other.to_dense())
+        else:
+            assert value == other, name
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_and_off_build_the_same_values(layout, name, window):
+    on, off = (new_cache(layout, enabled).for_sequence(pack(name), window) for enabled in (True, False))
+    assert type(on) is type(off)
+    assert_same_values(on, off)
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_lengths_are_recovered_from_the_device_tensor(name):
+    reader = HostReader()
+    lengths, num_pad_tokens = read_lengths(pack(name).segment_ids_T, reader)
+    assert (lengths, num_pad_tokens) == PACKS[name]
+    assert reader.count == (0 if name == "nothing" else 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_builds_once_and_reads_nothing(layout):
+    cache, sequence = new_cache(layout), pack("mixed")
+    first = cache.for_sequence(sequence)
+    assert all(cache.for_sequence(sequence) is first for _ in range(4))
+    assert (cache.builds, cache.reuses, cache.reads) == (1, 4, 0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_off_builds_and_reads_in_every_call(layout):
+    cache, sequence = new_cache(layout, enabled=False), pack("mixed")
+    for _ in range(4):
+        cache.for_sequence(sequence)
+    assert (cache.builds, cache.reuses, cache.reads) == (4, 0, 8)
+    assert not sequence.cache_entries
+
+
+@pytest.mark.parametrize("layout", TRAINABLE)
+def test_a_model_builds_once_per_layout_on_and_once_per_layer_off(layout):
+    model = small_model(window_size=6, window_attn_skip_freq=3, num_layers=6)
+    sequence = pack("mixed")
+    counts = {}
+    for enabled in (True, False):
+        blocks, cache = build_blocks(model, layout=layout, enabled=enabled)
+        gradients(blocks, sequence)
+        counts[enabled] = (cache.builds, cache.reuses, cache.reads)
+    # Two layouts: the window of layers 0, 1, 3 and 4, and none in layers 2 and 5.
+    assert counts == {True: (2, 4, 0), False: (6, 0, 12)}
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("name", ["mixed", "many short", "two long", "one"])
+@pytest.mark.parametrize("layout", TRAINABLE)
+def test_on_and_off_give_the_same_bits(layout, name, window):
+    model = small_model(window_size=window, window_attn_skip_freq=2, attention_dropout=0.2, hidden_dropout=0.1)
+    results = [gradients(build_blocks(model, layout=layout, enabled=on)[0], pack(name)) for on in (True, False)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("layout", TRAINABLE)
+def test_f25_a_forward_and_backward_reads_no_device_value(layout):
+    blocks, cache = build_blocks(small_model(hidden_dropout=0.1, window_size=6), layout=layout)
+    with OperatorWatch() as watch:
+        gradients(blocks, pack("mixed"))
+    assert watch.synchronising == []
+    assert cache.reads == 0
+
+
+def test_off_does_wait_for_the_device():
+    """The watch of the test above sees it when it happens."""
+    blocks, _ = build_blocks(small_model(), enabled=False)
+    with OperatorWatch() as watch:
+        gradients(blocks, pack("mixed"))
+    assert len(watch.synchronising) >= 3
+
+
+def test_micro_batches_in_flight_do_not_evict_each_other():
+    blocks, cache = build_blocks(small_model())
+    sequences = [pack("mixed"), pack("many short"), pack("two long")]
+    outs = []
+    for sequence in sequences:
+        x = torch.randn(sequence.num_tokens, 32, requires_grad=True)
+        outs.append(run_blocks(blocks, x, ForwardContext(sequence)))
+    for out in reversed(outs):
+        out.sum().backward()
+    for sequence in sequences:
+        cache.for_sequence(sequence)
+    assert cache.builds == 3
+    assert cache.reuses == 3 * 2 + 3
+
+
+def test_recompute_finds_what_forward_built():
+    blocks, cache = build_blocks(small_model())
+    sequence = pack("mixed")
+    plain = gradients(blocks, sequence)
+    x = torch.randn(sequence.num_tokens, 32, generator=torch.Generator().manual_seed(11)).requires_grad_()
+    y = x
+    for block in blocks:
+        y = torch.utils.checkpoint.checkpoint(block, y, ForwardContext(sequence), use_reentrant=False)
+    generator = torch.Generator().manual_seed(11)
+    torch.randn(x.shape, generator=generator)
+    blocks.zero_grad()
+    y.backward(torch.randn(y.shape, generator=generator))
+    assert x.grad is not None
+    assert torch.equal(x.grad, plain[1])
+    assert cache.builds == 1
+    assert cache.reuses == 2 + 3 + 3
+
+
+def test_f18_changing_lengths_and_evaluation_in_between():
+    blocks, cache = build_blocks(small_model())
+    train, other = PackedSequence.from_lengths([100, 28]), PackedSequence.from_lengths([30, 34])
+    first = gradients(blocks, train)
+    blocks.eval()
+    with torch.no_grad():
+        run_blocks(blocks, torch.randn(64, 32), ForwardContext(other))
+    with torch.inference_mode():
+        run_blocks(blocks, torch.randn(64, 32), ForwardContext(PackedSequence.from_lengths([64])))
+    blocks.train()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(blocks, train), first, strict=True))
+    assert cache.builds == 3
+
+
+def test_an_entry_born_in_evaluation_serves_training():
+    blocks, _ = build_blocks(small_model(window_size=5))
+    sequence = pack("mixed")
+    with torch.inference_mode():
+        run_blocks(blocks, torch.randn(sequence.num_tokens, 32), ForwardContext(sequence))
+    gradients(blocks, sequence)
+
+
+def test_f18_the_key_holds_what_the_value_depends_on():
+    sequence = pack("mixed")
+    cache = new_cache("dense")
+    masks = {window: cache.for_sequence(sequence, window) for window in (0, 3, 7)}
+    assert cache.builds == 3
+    assert all(cache.for_sequence(sequence, window) is mask for window, mask in masks.items())
+    # A window as long as the longest segment hides nothing and shares the entry.
+    assert cache.for_sequence(sequence, 150) is masks[0]
+    # Another layout's cache on the same sequence does not collide.
+    assert type(new_cache("segments").for_sequence(sequence)) is not type(masks[0])
+    # The window of the varlen kernel is an argument, so all layers share one entry.
+    varlen = new_cache("varlen")
+    assert varlen.for_sequence(sequence, 3) is varlen.for_sequence(sequence, 0)
+
+
+def test_f16_changing_the_lengths_one_gave_changes_nothing():
+    lengths = [3, 5]
+    sequence = PackedSequence.from_lengths(lengths)
+    cache = new_cache("varlen")
+    before = cache.for_sequence(sequence).cu_seqlens.tolist()
+    lengths[:] = [5, 3]
+    assert cache.for_sequence(sequence).cu_seqlens.tolist() == before == [0, 3, 8]
+    with pytest.raises(AttributeError):
+        sequence.lengths = (5, 3)  # pyright: ignore[reportAttributeAccessIssue]
+    assert cache.for_sequence(PackedSequence.from_lengths(lengths)).cu_seqlens.tolist() == [0, 5, 8]
+
+
+def test_f20_entries_die_with_their_sequence():
+    cache = new_cache("dense")
+    references = []
+    for length in range(2, 200):
+        references.append(weakref.ref(cache.for_sequence(PackedSequence.from_lengths([length, 3])).allowed_VV))
+    gc.collect()
+    assert sum(reference() is not None for reference in references) <= 1
+
+
+def test_f21_one_pack_on_two_devices():
+    cache = new_cache("dense")
+    on_cpu = pack("mixed")
+    on_meta = on_cpu.to("meta")
+    masks = [cache.for_sequence(sequence).allowed_VV for sequence in (on_cpu, on_meta, on_cpu, on_meta)]
+    assert [mask.device.type for mask in masks] == ["cpu", "meta", "cpu", "meta"]
+    assert (cache.builds, cache.reuses) == (2, 2)
+
+
+def test_f23_layers_with_and_without_window_do_not_change_each_others_mask():
+    cache, sequence = new_cache("dense"), pack("many short")
+    full = cache.for_sequence(sequence, 0).allowed_VV.clone()
+    windowed = cache.for_sequence(sequence, 4).allowed_VV.clone()
+    assert torch.equal(cache.for_sequence(sequence, 0).allowed_VV, full)
+    assert torch.equal(cache.for_sequence(sequence, 4).allowed_VV, windowed)
+    assert (windowed & ~full).sum() == 0
+    assert (full & ~windowed).sum() > 0
+
+
+def test_threads_with_their_own_packs():
+    cache = new_cache()
+    results = {}
+
+    def work(length):
+        sequence = PackedSequence.from_lengths([length, length])
+        results[length] = [cache.for_sequence(sequence) for _ in range(50)]
+
+    threads = [threading.Thread(target=work, args=(length,)) for length in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len({id(entry) for entry in entries}) == 1 for entries in results.values())
+    assert all(entries[0].num_tokens == 2 * length for length, entries in results.items())
+
+
+def test_an_unknown_layout_is_named():
+    with pytest.raises(ValueError, match="layout='ragged'"):
+        new_cache("ragged")
