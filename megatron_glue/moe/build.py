@@ -10,16 +10,15 @@ Shape suffixes: E experts, D model, F ffn, e local experts.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron_glue.backends.grouped_mm import GroupedMM
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import ModelConfig, MoEConfig
-from megatron_glue.layers.initialisation import init_expert_normal_, init_normal_
+from megatron_glue.layers.initialisation import init_expert_normal_, init_normal_, residual_std
+from megatron_glue.layers.mlp import build_feed_forward
 from megatron_glue.moe.dispatcher import AllToAllDispatcher, LocalDispatcher
 from megatron_glue.moe.experts import GroupedExperts
 from megatron_glue.moe.layer import MoELayer, MoELayerConfig
@@ -69,7 +68,6 @@ def build_moe_layer(
     moe: MoEConfig,
     placement: MoEPlacement,
     execution: MoEExecution,
-    shared_expert: nn.Module | None = None,
 ) -> MoELayer:
     """Build and initialise one layer.
 
@@ -78,10 +76,9 @@ def build_moe_layer(
         moe: Experts and router.
         placement: Where it stands.
         execution: How it computes.
-        shared_expert: Dense feed-forward that every token passes, called ``shared_expert(x_TD, context)``.
 
     Returns:
-        The layer, with fp32 parameters on the current default device.
+        The layer, with its shared expert if one is configured, in fp32 on the CPU.
 
     Raises:
         ConfigError: If the ranks cannot share the experts evenly, or if biases are asked for.
@@ -116,6 +113,12 @@ def build_moe_layer(
         grouped_mm=execution.grouped_mm,
     )
     _initialise(router, experts, model, placement, rank)
+    shared_size = moe.moe_shared_expert_intermediate_size
+    shared_expert = (
+        build_feed_forward(model, f"{placement.name}.shared_expert", placement.seed, ffn_size=shared_size)
+        if shared_size
+        else None
+    )
     return MoELayer(
         router,
         experts,
@@ -141,7 +144,7 @@ def _initialise(
     init_normal_(router.weight, model.init_method_std, placement.seed, router_name)
     set_shard_spec(router.weight, ShardSpec(router_name, tuple(router.weight.shape)))
     keep_full_precision(router.weight)
-    output_std = model.init_method_std / math.sqrt(2 * model.num_layers)
+    output_std = residual_std(model.init_method_std, model.num_layers)
     for local_name, param in experts.named_parameters():
         name = f"{placement.name}.experts.{local_name}"
         std = output_std if local_name == "down_weight" else model.init_method_std

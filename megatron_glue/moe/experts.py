@@ -114,4 +114,4 @@ class GroupedExperts(nn.Module):
         return F.linear(self._activate(F.linear(x_rD, gate_up_GD)), down_DF)
 
     def _activate(self, gate_up_RG: Tensor) -> Tensor:
-        return swiglu(gate_up_RG) if self.gated else F.gelu(gate_up_RG)
+        return swiglu(gate_up_RG) if self.gated else F.gelu(gate_up_RG, approximate="tanh")

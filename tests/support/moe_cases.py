@@ -79,7 +79,7 @@ def dense_experts(layer: MoELayer, x_TD: Tensor) -> Tensor:
     """Output of every expert on every token, [T, E, D], by plain autograd operators."""
     experts = layer.experts
     parts = torch.einsum("td,epfd->tepf", x_TD, experts.gate_up_weight)
-    hidden = F.silu(parts[:, :, 0]) * parts[:, :, 1] if experts.gated else F.gelu(parts[:, :, 0])
+    hidden = F.silu(parts[:, :, 0]) * parts[:, :, 1] if experts.gated else F.gelu(parts[:, :, 0], approximate="tanh")
     return torch.einsum("tef,edf->ted", hidden, experts.down_weight)
 
 

@@ -97,6 +97,19 @@ def test_a_built_layer_trains():
     assert all(param.grad is not None and param.dtype == torch.float32 for param in layer.parameters())
 
 
+def test_the_shared_expert_is_built_with_its_own_width():
+    assert build().shared_expert is None
+    layer = build(moe=MOE.model_copy(update={"moe_shared_expert_intermediate_size": 24}))
+    assert layer.shared_expert is not None
+    assert {name: tuple(param.shape) for name, param in layer.shared_expert.named_parameters()} == {
+        "gate_up_weight": (2, 24, 16),
+        "down_weight": (16, 24),
+    }
+    x = random_rows(5, 16)
+    context = ForwardContext(PackedSequence.from_lengths([5]))
+    assert torch.allclose(layer(x, context) - build()(x, context), layer.shared_expert(x, context), atol=1e-7)
+
+
 def test_what_cannot_be_built_is_refused():
     with pytest.raises(ConfigError, match="expert_model_parallel_size=4"):
         build(group=FakeGroup(0, 4))
