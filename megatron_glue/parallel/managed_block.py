@@ -1,12 +1,12 @@
 """The shell around a block in which the activation manager runs it, and the names that do not depend on shells.
 
-FSDP2 gathers a module's weights in hooks around that module's call. Recompute calls a block inside an autograd
-Function, under ``no_grad`` in forward and from within backward: hooks there would come too late (the Function's
-parameters are looked up before it) and would see no gradient. So the hooks sit one level further out::
+FSDP2 gathers a module's weights in hooks around that module's call. Recompute calls a block a second time, from within
+backward, and possibly inside an autograd Function: hooks on the block itself would gather and reduce at the wrong time,
+or for a call that no gradient passes. So the hooks sit one level further out, where a block is called once::
 
     shell.__call__   <- hooks: gather before forward, free after it; gather before backward, reduce after it
-      run_block      <- the activation manager: plain call or Function(x, *block.parameters())
-        block        <- no hooks inside, so it may run twice
+      run_block      <- the activation manager: a plain call, or one whose intermediate results are recomputed
+        block        <- no engine hooks inside; both runs see the weights that the shell gathered
 
 DDP needs no hooks around blocks; the shell is there all the same, so that the model is one model under every engine.
 """

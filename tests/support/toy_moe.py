@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_glue.activation.manager import ActivationManager
+from megatron_glue.activation.plan import ActivationPlan
 from megatron_glue.parallel.collectives import all_to_all_equal, all_to_all_rows
 from megatron_glue.parallel.data_parallel import DataParallelEngine
 from megatron_glue.parallel.managed_block import ManagedBlock
@@ -34,6 +36,10 @@ class ToyContext:
 
     ids_T: Tensor
     cache: dict[Any, Any] = field(default_factory=dict)
+    micro_batch: int = 0
+    decisions: Any = None
+    is_recompute: bool = False
+    router_log: Any = None
 
 
 def parameter(name: str, *shape: int) -> nn.Parameter:
@@ -97,7 +103,7 @@ class ToyModel(nn.Module):
     forward_methods = ("logits",)
 
     def __init__(
-        self, mesh: ParallelMesh, *, recompute: bool, dtype: torch.dtype = torch.float32, has_rare: bool = False
+        self, mesh: ParallelMesh, *, run: str = "plain", dtype: torch.dtype = torch.float32, has_rare: bool = False
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -105,8 +111,7 @@ class ToyModel(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         self.head.weight = self.embedding
         self.blocks = nn.ModuleList(
-            ManagedBlock(ToyBlock(f"blocks.{i}", mesh, has_rare), run_recomputed if recompute else run_plain)
-            for i in range(2)
+            ManagedBlock(ToyBlock(f"blocks.{i}", mesh, has_rare), RUNNERS[run]) for i in range(2)
         )
 
     def forward(self, context: ToyContext) -> Tensor:
@@ -131,8 +136,17 @@ def run_recomputed(block: nn.Module, x_TD: Tensor, context: Any) -> Tensor:
     return _Recompute.apply(block, context, x_TD, *block.parameters())
 
 
+def run_managed(block: nn.Module, x_TD: Tensor, context: Any) -> Tensor:
+    return ActivationManager(ActivationPlan(recompute=True), "cpu").run_block(block, x_TD, context)
+
+
+# Two kinds of recompute: a Function that hides the block's graph and takes its parameters as inputs, and the activation
+# manager's, which keeps the graph and refills its saved tensors. Both must work in the shells.
+RUNNERS = {"plain": run_plain, "function": run_recomputed, "manager": run_managed}
+
+
 class _Recompute(torch.autograd.Function):
-    """The form of the real activation manager: explicit inputs, a second run in backward, autograd.grad."""
+    """Explicit inputs, a second run in backward, autograd.grad."""
 
     @staticmethod
     def forward(ctx: Any, block: nn.Module, context: Any, x_TD: Tensor, *params: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import Precision, track_updates
 from tests.support.processes import run_distributed
 from tests.support.tolerances import RELATIVE_NORM, assert_close
-from tests.support.toy_moe import ToyContext, ToyModel, run_step
+from tests.support.toy_moe import RUNNERS, ToyContext, ToyModel, run_step
 
 FP32 = Precision(torch.float32)
 BF16 = Precision(torch.bfloat16)
@@ -29,7 +30,7 @@ engines = pytest.mark.parametrize("engine_name", ["ddp", "fsdp2"])
 
 
 def build(
-    engine_name: str, ep_size: int, precision: Precision = FP32, **options: bool
+    engine_name: str, ep_size: int, precision: Precision = FP32, **options: Any
 ) -> tuple[DataParallelEngine, ParallelMesh]:
     parallel = ParallelConfig(data_parallel_engine=engine_name, expert_model_parallel_size=ep_size)
     mesh = ParallelMesh.build(parallel, "cpu")
@@ -37,7 +38,7 @@ def build(
     return wrap_data_parallel(model, mesh, parallel, precision), mesh
 
 
-def reference(precision: Precision = FP32, **options: bool) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
+def reference(precision: Precision = FP32, **options: Any) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
     mesh = ParallelMesh()
     engine = SingleEngine(ToyModel(mesh, dtype=precision.compute_dtype, **options))
     loss = run_step(engine, mesh)
@@ -45,10 +46,10 @@ def reference(precision: Precision = FP32, **options: bool) -> tuple[float, dict
 
 
 def compare_with_one_process(rank: int, world_size: int, engine_name: str, ep_size: int) -> list[float]:
-    expected_loss, expected, expected_norm = reference(recompute=False)
+    expected_loss, expected, expected_norm = reference()
     norms = []
-    for recompute in (False, True):
-        engine, mesh = build(engine_name, ep_size, recompute=recompute)
+    for run in RUNNERS:
+        engine, mesh = build(engine_name, ep_size, run=run)
         assert not differing_replicas(engine.module, mesh)
         for _ in range(2):
             engine.module.zero_grad(set_to_none=True)
@@ -58,7 +59,7 @@ def compare_with_one_process(rank: int, world_size: int, engine_name: str, ep_si
             actual = gather_full_gradients(engine.module, mesh)
             assert actual.keys() == expected.keys()
             for name, gradient in expected.items():
-                assert_close(actual[name], gradient, what=f"{name} (recompute {recompute})")
+                assert_close(actual[name], gradient, what=f"{name} (run: {run})")
         norm = clip_gradients(engine.gradient_parameters(), 0.1, mesh)
         assert_close(norm, expected_norm, what="norm")
         clipped = global_grad_norm(engine.gradient_parameters(), mesh)
@@ -75,8 +76,8 @@ def test_f73_f53_gradients_and_norm_equal_one_process(engine_name: str, world_si
 
 
 def compare_rarely_reached_parameters(rank: int, world_size: int, engine_name: str) -> None:
-    _, expected, _ = reference(recompute=True, has_rare=True)
-    engine, mesh = build(engine_name, 1, recompute=True, has_rare=True)
+    _, expected, _ = reference(run="function", has_rare=True)
+    engine, mesh = build(engine_name, 1, run="function", has_rare=True)
     for _ in range(2):
         engine.module.zero_grad(set_to_none=True)
         run_step(engine, mesh)
@@ -92,7 +93,7 @@ def test_f54_parameter_that_only_one_rank_reaches(engine_name: str) -> None:
 
 
 def compare_unreached_parameter(rank: int, world_size: int, engine_name: str) -> None:
-    engine, mesh = build(engine_name, 2, recompute=True, has_rare=True)
+    engine, mesh = build(engine_name, 2, run="function", has_rare=True)
     context = ToyContext(torch.tensor([1, 2, 3]))
     with engine.micro_batch(is_last=True):
         engine.module(context).backward()
@@ -108,11 +109,11 @@ def test_f55_parameter_that_no_rank_reaches_gets_zeros(engine_name: str) -> None
 
 
 def compare_bf16(rank: int, world_size: int, engine_name: str, ep_size: int) -> None:
-    _, expected, expected_norm = reference(BF16, recompute=False)
-    _, exact, _ = reference(FP32, recompute=False)
+    _, expected, expected_norm = reference(BF16)
+    _, exact, _ = reference(FP32)
     assert any(not torch.equal(exact[name], expected[name]) for name in exact), "bf16 must really be used"
-    for recompute in (False, True):
-        engine, mesh = build(engine_name, ep_size, BF16, recompute=recompute)
+    for run in RUNNERS:
+        engine, mesh = build(engine_name, ep_size, BF16, run=run)
         run_step(engine, mesh)
         for param in engine.gradient_parameters():
             assert param.dtype == torch.float32
@@ -131,7 +132,7 @@ def test_bf16_compute_keeps_masters_and_sums_in_fp32(engine_name: str) -> None:
 
 
 def compare_router_reads(rank: int, world_size: int, engine_name: str) -> None:
-    engine, mesh = build(engine_name, 1, BF16, recompute=False)
+    engine, mesh = build(engine_name, 1, BF16)
     seen: list[torch.Tensor] = []
     block = engine.model.blocks[0]
     block.register_forward_pre_hook(lambda module, args: seen.append(module.managed.router.detach().clone()))
@@ -147,10 +148,10 @@ def test_parameter_marked_for_full_precision_is_read_unrounded(engine_name: str)
 
 
 def compare_whole_experts(rank: int, world_size: int) -> None:
-    _, expected, expected_norm = reference(recompute=False)
+    _, expected, expected_norm = reference()
     parallel = ParallelConfig(data_parallel_engine="fsdp2", expert_model_parallel_size=2)
     mesh = ParallelMesh.build(parallel, "cpu")
-    model = ToyModel(mesh, recompute=True)
+    model = ToyModel(mesh, run="function")
     with keep_shard_specs(model):
         engine = Fsdp2Engine(model, mesh, FP32, shard_experts=False)
     run_step(engine, mesh)
@@ -181,8 +182,8 @@ def train_two_steps(engine: DataParallelEngine, mesh: ParallelMesh) -> dict[str,
 
 
 def compare_training(rank: int, world_size: int, engine_name: str, ep_size: int) -> None:
-    expected = train_two_steps(SingleEngine(ToyModel(ParallelMesh(), recompute=False)), ParallelMesh())
-    engine, mesh = build(engine_name, ep_size, recompute=True)
+    expected = train_two_steps(SingleEngine(ToyModel(ParallelMesh())), ParallelMesh())
+    engine, mesh = build(engine_name, ep_size, run="function")
     before = gather_full_parameters(engine.module, mesh)
     actual = train_two_steps(engine, mesh)
     assert actual.keys() == expected.keys()
@@ -200,9 +201,9 @@ def test_trained_weights_equal_one_process(engine_name: str) -> None:
 def compare_evaluation(rank: int, world_size: int, engine_name: str) -> None:
     context = ToyContext(torch.tensor([1, 2, 3, 4]))
     mesh = ParallelMesh()
-    single = ToyModel(mesh, recompute=True)
-    engine, mesh = build(engine_name, 2, BF16, recompute=True)
-    exact, _ = build(engine_name, 2, FP32, recompute=True)
+    single = ToyModel(mesh, run="function")
+    engine, mesh = build(engine_name, 2, BF16, run="function")
+    exact, _ = build(engine_name, 2, FP32, run="function")
     with torch.no_grad():
         assert_close(exact.module(context), single(context))
         assert_close(exact.model.logits(context), single.logits(context))
@@ -226,8 +227,8 @@ def raise_boom(module: torch.nn.Module, args: object) -> None:
 
 
 def recover_from_exception(rank: int, world_size: int, engine_name: str) -> None:
-    _, expected, _ = reference(recompute=False)
-    engine, mesh = build(engine_name, 1, recompute=True)
+    _, expected, _ = reference()
+    engine, mesh = build(engine_name, 1, run="function")
     run_step(engine, mesh)
     handle = engine.model.blocks[1].managed.experts.register_forward_pre_hook(raise_boom)
     engine.module.zero_grad(set_to_none=True)
@@ -243,3 +244,32 @@ def recover_from_exception(rank: int, world_size: int, engine_name: str) -> None
 @engines
 def test_a_step_works_after_an_aborted_one(engine_name: str) -> None:
     run_distributed(recover_from_exception, 2, engine_name)
+
+
+class RaiseOnSecondCall:
+    """A hook that lets a block's forward pass and breaks its recompute."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, module: torch.nn.Module, args: object) -> None:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            raise Boom
+
+
+def recover_from_exception_in_backward(rank: int, world_size: int) -> None:
+    _, expected, _ = reference()
+    engine, mesh = build("fsdp2", 1, run="function")
+    handle = engine.model.blocks[0].managed.register_forward_pre_hook(RaiseOnSecondCall())
+    with pytest.raises(Boom):
+        run_step(engine, mesh)
+    handle.remove()
+    engine.reset()
+    run_step(engine, mesh)
+    for name, gradient in gather_full_gradients(engine.module, mesh).items():
+        assert_close(gradient, expected[name], what=name)
+
+
+def test_fsdp2_works_after_an_aborted_backward() -> None:
+    run_distributed(recover_from_exception_in_backward, 2)

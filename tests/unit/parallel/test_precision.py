@@ -114,6 +114,15 @@ def test_bf16_weight_can_be_read_in_fp32() -> None:
     assert weight.grad.dtype == torch.bfloat16
 
 
+def test_gathered_weights_are_never_cached() -> None:
+    # FSDP2 refills the same low-precision tensor in every gather and hides the write from its version.
+    gathered = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    local(gathered, torch.float32)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(gathered):
+        gathered.fill_(2.0)
+    assert local(gathered, torch.float32).sum() == 8.0
+
+
 def test_precision_names() -> None:
     assert Precision.from_name("auto", "cpu").compute_dtype == torch.float32
     assert Precision.from_name("auto", "cuda").compute_dtype == torch.bfloat16

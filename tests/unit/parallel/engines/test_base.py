@@ -17,7 +17,7 @@ from tests.support.toy_moe import STEP, ToyContext, ToyModel, run_step
 def test_one_rank_gets_the_engine_that_reduces_nothing() -> None:
     mesh = ParallelMesh()
     for name in ("ddp", "fsdp2"):
-        model = ToyModel(mesh, recompute=False)
+        model = ToyModel(mesh)
         engine = wrap_data_parallel(model, mesh, ParallelConfig(data_parallel_engine=name), Precision(torch.float32))
         assert isinstance(engine, SingleEngine)
         assert engine.module is engine.model is model
@@ -27,9 +27,9 @@ def test_one_rank_gets_the_engine_that_reduces_nothing() -> None:
 
 def test_f29_f30_gradients_of_micro_batches_add_up_to_those_of_the_whole_step() -> None:
     mesh = ParallelMesh()
-    accumulated = SingleEngine(ToyModel(mesh, recompute=True))
+    accumulated = SingleEngine(ToyModel(mesh, run="function"))
     run_step(accumulated, mesh)
-    whole = SingleEngine(ToyModel(mesh, recompute=False))
+    whole = SingleEngine(ToyModel(mesh))
     whole.module(ToyContext(torch.tensor([token for tokens in STEP for token in tokens]))).backward()
     for actual, expected in zip(accumulated.gradient_parameters(), whole.gradient_parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-6)
