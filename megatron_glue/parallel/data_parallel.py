@@ -23,7 +23,9 @@ def wrap_data_parallel(
     """Wrap a model whose parameters are fp32, on their device and final.
 
     Afterwards every parameter has a :class:`ShardSpec`. Optimizers must be built from ``engine.gradient_parameters()``,
-    since FSDP2 replaces parameters.
+    since FSDP2 replaces parameters. Evaluation runs under ``torch.no_grad``, not ``inference_mode``: buffers that FSDP2
+    gathers into for the first time would be unusable for training. Every dense parameter must be reached in every
+    micro-batch, if need be through zero rows: DDP waits for each of them.
 
     Args:
         model: Its ``blocks`` are :class:`ManagedBlock` shells. Its loss is computed inside its forward, so that all
