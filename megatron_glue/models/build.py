@@ -156,16 +156,7 @@ def _build_ffn(config: RunConfig, layer_index: int, backends: Backends, place: B
     name = f"blocks.{layer_index}.ffn"
     if not moe.is_moe_layer(layer_index):
         return build_feed_forward(model, name, seed)
-    shared_expert = None
-    if moe.moe_shared_expert_intermediate_size:
-        width = moe.moe_shared_expert_intermediate_size
-        shared_expert = build_feed_forward(model, f"{name}.shared_expert", seed, ffn_size=width)
-    return build_moe_layer(
-        model,
-        moe,
-        MoEPlacement(layer_index, name, seed, place.mesh.ep_group),
-        MoEExecution(
-            backends.grouped_mm, place.host_reader, config.accelerator.enable_grouped_index, backends.grouping
-        ),
-        shared_expert,
+    execution = MoEExecution(
+        backends.grouped_mm, place.host_reader, config.accelerator.enable_grouped_index, backends.grouping
     )
+    return build_moe_layer(model, moe, MoEPlacement(layer_index, name, seed, place.mesh.ep_group), execution)

@@ -22,7 +22,7 @@ from megatron_glue.config.loading import ResolvedConfig, describe, resolve_confi
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.config.validation import validate
 from megatron_glue.parallel.collectives import broadcast_
-from megatron_glue.parallel.launch import choose_device, distributed_session
+from megatron_glue.parallel.launch import choose_device, distributed_session, end_with_launcher
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import CheckpointStore
 from megatron_glue.training.checkpoint_files import CheckpointError, step_of
@@ -49,6 +49,7 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None) -> int:
     environment = RankEnvironment()
     try:
         environment = RankEnvironment.from_mapping(environ)
+        end_with_launcher(environment)
         resolved = resolve_config(sys.argv[1:] if argv is None else argv, environ, defaults)
         return _run(resolved, environment)
     except ConfigError as error:
