@@ -52,6 +52,10 @@ class DeviceApi(Protocol):
         """Issue a copy between host and device to ``stream`` and return at once."""
         ...
 
+    def record_stream(self, buffer: Tensor, stream: Stream) -> None:
+        """Tell the allocator that a stream uses the memory of ``buffer``."""
+        ...
+
     def describe(self) -> str:
         """Name the device."""
         ...
@@ -111,6 +115,10 @@ class CudaDevice:
         """Issue the copy; both ends are pinned or on the device, so the host does not wait."""
         with torch.cuda.stream(stream):
             destination.copy_(source, non_blocking=True)
+
+    def record_stream(self, buffer: Tensor, stream: Stream) -> None:
+        """Nothing happens if the stream is the one that the memory was allocated on."""
+        buffer.record_stream(stream)
 
     def describe(self) -> str:
         """Name the device."""

@@ -83,7 +83,7 @@ class DiskTier(Tier):
         """Compute on a CPU is done when it was called, so the fence is reached already."""
         return HostFence.now()
 
-    def wait(self, fence: HostFence) -> None:
+    def wait(self, fence: HostFence, buffer: Tensor) -> None:
         """Block the calling thread."""
         fence.wait()
 

@@ -132,7 +132,7 @@ class ReloadBuffers:
         if upcoming is not None:
             self.prefetch(upcoming)
         reload.asked = self._tier.mark()
-        self._tier.wait(reload.transfer.done)
+        self._tier.wait(reload.transfer.done, reload.buffer)
         reload.received = self._tier.mark()
         reload.slot.state = SlotState.IN_USE
         return stored.view(reload.buffer)
@@ -158,7 +158,7 @@ class ReloadBuffers:
         reload = self._reloads.pop(stored, None)
         if reload is not None:
             try:
-                self._tier.wait(reload.transfer.done)
+                self._tier.wait(reload.transfer.done, reload.buffer)
             except OSError:
                 logger.debug("activation offload: dropped an input that could not be read back", exc_info=True)
             self._vacate(reload.slot)
@@ -188,11 +188,6 @@ class ReloadBuffers:
         """Device bytes held now."""
         return sum(slot.buffer.nbytes for slot in self._slots if slot.buffer is not None)
 
-    @property
-    def num_occupied(self) -> int:
-        """Inputs that are on their way back or in use."""
-        return len(self._reloads)
-
     def _start(self, stored: StoredInput, slot: Slot) -> _Reload:
         assert slot.state is SlotState.FREE
         if slot.buffer is None or slot.buffer.nbytes < stored.num_bytes:
@@ -216,7 +211,7 @@ class ReloadBuffers:
         """Take a buffer from an input that was fetched ahead and is not wanted yet; its stored copy stays."""
         for stored, reload in self._reloads.items():
             if reload.slot.state is SlotState.LOADING and any(reload.slot is slot for slot in self._slots):
-                self._tier.wait(reload.transfer.done)
+                self._tier.wait(reload.transfer.done, reload.buffer)
                 del self._reloads[stored]
                 self._vacate(reload.slot)
                 return reload.slot

@@ -93,9 +93,9 @@ class InputOffloader:
             self._buffers.drop(stored)
 
     def prefetch_first(self) -> None:
-        """Start on the input that backward needs first, unless buffers are busy with earlier ones."""
+        """Start on the input that backward needs first."""
         first = self._order.first()
-        if first is not None and self._buffers.num_occupied == 0:
+        if first is not None:
             self._buffers.prefetch(first)
 
     def reset(self) -> None:

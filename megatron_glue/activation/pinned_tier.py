@@ -10,8 +10,10 @@ stream to another does so through an event; these are the edges, each of which a
 5. copy back done              -> compute reads the buffer              (``wait``)
 6. copy back done              -> next copy into the same host memory   (``discard``)
 
-``record_stream`` is not needed, and would make memory depend on how far the host runs ahead: x and the buffers are
-allocated and freed in the order of the compute stream, and edges 2 and 5 put every copy's end back into that order.
+The copy streams need no ``record_stream``, which would make memory depend on how far the host runs ahead: x and the
+buffers are allocated and freed in the order of the compute stream, and edges 2 and 5 put every copy's end back into
+that order. A buffer is recorded for the compute stream that reads it; that costs nothing unless it is another one than
+the buffer was allocated on.
 """
 
 from __future__ import annotations
@@ -84,9 +86,11 @@ class PinnedTier(Tier):
         """Record an event in the stream that is current now."""
         return self._device.record(self._device.current_stream())
 
-    def wait(self, fence: Event) -> None:
+    def wait(self, fence: Event, buffer: Tensor) -> None:
         """Let the current stream wait; the host goes on."""
-        self._device.current_stream().wait_event(fence)
+        compute = self._device.current_stream()
+        compute.wait_event(fence)
+        self._device.record_stream(buffer, compute)
 
     def discard(self, stored: StoredInput, loaded: Event | None) -> None:
         """Free the host memory, on the host's clock: copies out of it may still be under way."""

@@ -81,8 +81,13 @@ class Tier(ABC):
         """Return a fence behind everything issued so far on the compute queue."""
 
     @abstractmethod
-    def wait(self, fence: Fence) -> None:
+    def wait(self, fence: Fence, buffer: Tensor) -> None:
         """Put everything issued to the compute queue from now on behind ``fence``.
+
+        Args:
+            fence: End of a load.
+            buffer: What it fills. Its memory, if freed, is not given to anyone before the compute queue is through
+                with what it was issued until then.
 
         Raises:
             OSError: The copy behind the fence failed.

@@ -92,6 +92,8 @@ class SimulatedDevice:
         self.num_host_blocks = 0
         self._clock = 0.0
         self._aliases: dict[int, np.ndarray] = {}
+        self._users: dict[int, set[str]] = {}
+        self._freed: list[np.ndarray] = []
         self.compute = self.current = SimulatedStream(self, "compute")
         self._names = iter(("offload", "reload", "compute2"))
         self.streams = {"compute": self.compute}
@@ -128,6 +130,9 @@ class SimulatedDevice:
     def copy(self, destination: Tensor, source: Tensor, stream: SimulatedStream) -> None:
         to, from_ = self._alias(destination), self._alias(source)
         stream.push(lambda: to.__setitem__(slice(None), from_))
+
+    def record_stream(self, buffer: Tensor, stream: SimulatedStream) -> None:
+        self._users.setdefault(buffer.data_ptr(), set()).add(stream.name)
 
     @property
     def num_live_allocations(self) -> int:
@@ -185,6 +190,8 @@ class SimulatedDevice:
         order = [self.streams[name] for name in names + [name for name in self.streams if name not in names]]
         while any(stream.queue for stream in order):
             self.advance(next(stream for stream in order if stream.queue and not stream.is_blocked))
+        if any((backing != 0xFF).any() for backing in self._freed):
+            self.violations.append("memory was written to after it was freed")
 
     def advance_if_possible(self, name: str) -> None:
         """Run one item of a stream unless it is empty or blocked."""
@@ -204,6 +211,9 @@ class SimulatedDevice:
 
     def _free(self, address: int, stream: SimulatedStream) -> None:
         backing = self._aliases.pop(address)
+        self._freed.append(backing)
+        for name in self._users.pop(address, set()) - {stream.name}:
+            stream.push(self.record(self.streams[name]))
         stream.push(lambda: backing.fill(0xFF))  # its next owner may use it from here on
 
     def _alias(self, tensor: Tensor) -> np.ndarray:

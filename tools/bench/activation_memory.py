@@ -55,6 +55,7 @@ class Block(nn.Module):
         self.down = nn.Linear(dim, dim)
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        """Run the block on [T, D]."""
         return x_TD + self.down(F.gelu(self.up(self.norm(x_TD))))
 
 

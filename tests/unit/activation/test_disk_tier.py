@@ -26,7 +26,7 @@ def load(tier, stored):
     buffer = tier.allocate(stored.num_bytes)
     buffer.fill_(0xFF)
     transfer = tier.load(stored, buffer, tier.mark())
-    tier.wait(transfer.done)
+    tier.wait(transfer.done, buffer)
     return stored.view(buffer)
 
 
@@ -74,7 +74,7 @@ def test_f38_reload_waits_for_its_own_write(tmp_path):
     buffer = tier.allocate(stored.num_bytes)
     transfer = tier.load(stored, buffer, tier.mark())
     assert time.perf_counter() - start < 0.1, "neither call waits"
-    tier.wait(transfer.done)
+    tier.wait(transfer.done, buffer)
     assert torch.equal(stored.view(buffer), x)
     assert tier.elapsed_ms(stored.transfer.done, transfer.started) >= 0.0
     assert tier.elapsed_ms(transfer.started, transfer.done) < 100.0, "copy time excludes the wait for the write"
@@ -108,9 +108,10 @@ def test_failed_write_surfaces_in_the_next_store_and_in_the_load(tier, monkeypat
 
     monkeypatch.setattr(OffloadFile, "write", fail)
     stored = tier.store(torch.randn(10))
-    transfer = tier.load(stored, tier.allocate(stored.num_bytes), tier.mark())
+    buffer = tier.allocate(stored.num_bytes)
+    transfer = tier.load(stored, buffer, tier.mark())
     with pytest.raises(OSError, match=r"No space left on device.*make room") as caught:
-        tier.wait(transfer.done)
+        tier.wait(transfer.done, buffer)
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match="No space left"):
         tier.store(torch.randn(10))

@@ -78,7 +78,8 @@ def test_current_stream_is_looked_up_at_each_call(monkeypatch):
     assert not lookups
     stored = tier.store(device.new_activation(1.0, 3))
     assert len(lookups) == 1
-    tier.wait(tier.load(stored, tier.allocate(12), tier.mark()).done)
+    buffer = tier.allocate(12)
+    tier.wait(tier.load(stored, buffer, tier.mark()).done, buffer)
     assert len(lookups) == 3
 
 
