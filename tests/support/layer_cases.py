@@ -98,7 +98,8 @@ def gradients(blocks: nn.ModuleList, sequence: PackedSequence, **context: Any) -
     """Return output, input gradient and all parameter gradients of one pass over random input."""
     blocks.zero_grad()
     generator = torch.Generator().manual_seed(11)
-    width = blocks[0].attention.shape.hidden_size
+    first: Any = blocks[0]
+    width = first.attention.shape.hidden_size
     x_TD = torch.randn(sequence.num_tokens, width, generator=generator).requires_grad_()
     y_TD = run_blocks(blocks, x_TD, ForwardContext(sequence, **context))
     y_TD.backward(torch.randn(y_TD.shape, generator=generator))
