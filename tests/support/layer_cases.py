@@ -77,7 +77,10 @@ def build_blocks(
 ) -> tuple[nn.ModuleList, PackedMetadataCache]:
     """Build all blocks of a dense model and the cache they share."""
     backends = resolve(
-        BackendConfig(attention_backend=layout), "cpu", torch.float32, attention_dropout=model.attention_dropout
+        BackendConfig.model_validate({"attention_backend": layout}),
+        "cpu",
+        torch.float32,
+        attention_dropout=model.attention_dropout,
     )
     cache = PackedMetadataCache(layout, enabled, backends.host_reader)
     blocks: list[DecoderBlock] = [
