@@ -116,13 +116,18 @@ class Measurement:
         ]
         return max(abs(a - b) / abs(b) if b else abs(a) for a, b in pairs)
 
-    def expected_builds(self) -> int:
-        """Metadata builds that this variant must have made."""
+    def expected_builds(self) -> tuple[int, int]:
+        """Fewest and most metadata builds that this variant may have made.
+
+        With the cache: one per micro-batch and kind of metadata (a kind per window, but windows that no document is
+        longer than share one). Without: one per layer, and again in its recompute.
+        """
         config, num_batches = self.session.config, self.session.num_micro_batches
-        windows = [config.model.window_of_layer(layer) for layer in range(config.model.num_layers)]
+        windows = {config.model.window_of_layer(layer) for layer in range(config.model.num_layers)}
         if self.variant.cache:
-            return num_batches * self.session.built.metadata_cache.num_layouts(windows)
-        return num_batches * len(windows) * (2 if config.recompute else 1)
+            return num_batches, num_batches * len(windows)
+        exact = num_batches * config.model.num_layers * (2 if config.recompute else 1)
+        return exact, exact
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -170,10 +175,9 @@ def check(measurements: list[Measurement]) -> list[str]:
         difference = measurement.largest_difference(baseline)
         if not difference <= limit:
             complaints.append(f"{variant.name}: losses or gradient norms differ by {difference:.2e}, allowed {limit}")
-        if cache.builds != measurement.expected_builds():
-            complaints.append(
-                f"{variant.name}: {cache.builds} metadata builds, expected {measurement.expected_builds()}"
-            )
+        fewest, most = measurement.expected_builds()
+        if not fewest <= cache.builds <= most:
+            complaints.append(f"{variant.name}: {cache.builds} metadata builds, expected {fewest} to {most}")
         if variant.cache and variant.one_pass and measurement.session.mesh.ep_size == 1:
             reads = measurement.session.num_step_host_reads
             if reads:

@@ -204,3 +204,23 @@ def test_poison_fills_fresh_and_freed_buffers():
     assert (x == 1.0).all()
     buffers.release(stored)
     assert x.isnan().all()
+
+
+@pytest.mark.parametrize("how", ["evicted", "dropped"])
+def test_buffer_that_is_replaced_by_a_larger_one_is_no_longer_being_filled(how):
+    """The device is far behind the host: the copy into the small buffer has not begun when the buffer is freed."""
+    device = SimulatedDevice(eager_compute=False)
+    tier = PinnedTier(device)
+    statistics = StatisticsRecorder(tier.mark, tier.elapsed_ms, record_timeline=False)
+    buffers = ReloadBuffers(tier, statistics, num_wanted=2)
+    small = [store(device, tier, buffers, float(value)) for value in range(2)]
+    for stored in small:
+        buffers.prefetch(stored)
+    if how == "dropped":
+        for stored in small:
+            buffers.drop(stored)
+    large = store(device, tier, buffers, 7.0, 2 * PAGE_ELEMENTS)
+    device.check(buffers.acquire(large, None), 7.0)
+    buffers.release(large)
+    device.run_by_priority(["compute", "offload", "reload"])
+    assert device.violations == []

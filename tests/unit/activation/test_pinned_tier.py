@@ -68,6 +68,19 @@ def test_few_inputs_stay_on_the_device_behind_the_running_block():
     for value in range(6):
         tier.store(device.new_activation(value, 3))
     assert device.num_live_allocations == MAX_PENDING_OFFLOADS
+    tier.settle()
+    assert device.num_live_allocations == 0
+
+
+def test_the_last_inputs_leave_the_device_as_backward_begins():
+    device = SimulatedDevice(eager_compute=False)
+    tier = PinnedTier(device)
+    stored = [tier.store(device.new_activation(value, 3)) for value in range(2)]
+    buffer = tier.allocate(12)
+    loaded = tier.load(stored[1], buffer, tier.mark()).done
+    tier.wait(loaded, buffer)
+    tier.discard(stored[1], loaded)
+    assert device.num_live_allocations == 1, "the buffer"
 
 
 def test_current_stream_is_looked_up_at_each_call(monkeypatch):
