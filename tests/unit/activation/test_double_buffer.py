@@ -213,13 +213,14 @@ def test_buffer_that_is_replaced_by_a_larger_one_is_no_longer_being_filled(how):
     tier = PinnedTier(device)
     statistics = StatisticsRecorder(tier.mark, tier.elapsed_ms, record_timeline=False)
     buffers = ReloadBuffers(tier, statistics, num_wanted=2)
+    large = tier.store(device.new_activation(7.0, 2 * PAGE_ELEMENTS))
     small = [store(device, tier, buffers, float(value)) for value in range(2)]
     for stored in small:
         buffers.prefetch(stored)
+    buffers.expect(large.num_bytes)
     if how == "dropped":
         for stored in small:
             buffers.drop(stored)
-    large = store(device, tier, buffers, 7.0, 2 * PAGE_ELEMENTS)
     device.check(buffers.acquire(large, None), 7.0)
     buffers.release(large)
     device.run_by_priority(["compute", "offload", "reload"])
