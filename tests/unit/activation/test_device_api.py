@@ -22,7 +22,9 @@ def test_f47_host_memory_is_registered_at_its_exact_size(monkeypatch):
         cudaHostRegister=lambda address, num_bytes, flags: registered.update({address: num_bytes}) or 0,
         cudaHostUnregister=lambda address: registered.pop(address) and 0,
     )
+    codes = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", codes.append)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     device = CudaDevice(torch.device("cuda", 0))
     block = device.allocate_host(9 * ALIGNMENT_BYTES)
@@ -30,6 +32,7 @@ def test_f47_host_memory_is_registered_at_its_exact_size(monkeypatch):
     assert block.data_ptr() % ALIGNMENT_BYTES == 0
     device.free_host(block)
     assert registered == {}
+    assert codes == [0, 0]
 
 
 def test_f47_refused_registration_is_an_error(monkeypatch):
