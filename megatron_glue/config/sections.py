@@ -151,7 +151,7 @@ class DataConfig(Section):
     data_path: tuple[str, ...] = option((), "JSONL files, .gz too; empty: the embedded corpus.")
     json_key: str = option("text", "Key of the document text in JSONL files.")
     tokenizer_type: Literal["byte"] = option("byte", "How text becomes ids.")
-    seq_length: Annotated[int, Field(ge=2)] = option(1024, "Tokens per pack.")
+    seq_length: Annotated[int, Field(ge=2)] = option(512, "Tokens per pack.")
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = option(0.02, "Share of documents kept for evaluation.")
     packing_window: PositiveInt = option(256, "Documents that first-fit-decreasing looks at together.")
     max_documents: NonNegativeInt = option(0, "Use only the first N documents; off: 0.")
@@ -160,8 +160,8 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule."""
 
-    lr: Annotated[float, Field(gt=0)] = option(2e-3, "Peak learning rate.")
-    min_lr: NonNegativeFloat = option(2e-4, "Learning rate at the end of decay.")
+    lr: Annotated[float, Field(gt=0)] = option(1e-3, "Peak learning rate.")
+    min_lr: NonNegativeFloat = option(1e-4, "Learning rate at the end of decay.")
     lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = option("cosine", "Shape of the schedule.")
     lr_warmup_iters: NonNegativeInt = option(10, "Iterations of linear warmup; off: 0.")
     lr_decay_iters: PositiveInt | None = option(None, "Iteration at which decay ends; unset: the last one.")
@@ -243,7 +243,7 @@ class TrainConfig(Section):
     accelerator: AcceleratorConfig = Field(default_factory=AcceleratorConfig, description="The three optimisations.")
     name: str = option("pretrain", "Name of the run; its folder is runs/NAME-TIME when --save is not given.")
     micro_batch_size: PositiveInt = option(1, "Packs per micro-batch and rank.")
-    global_batch_size: PositiveInt = option(2, "Packs per optimizer step over all ranks.")
+    global_batch_size: PositiveInt = option(4, "Packs per optimizer step over all ranks.")
     train_iters: PositiveInt = option(100, "Optimizer steps of the whole run.")
     exit_interval: NonNegativeInt = option(0, "Save and stop when the iteration is a multiple of this; off: 0.")
     eval_interval: NonNegativeInt = option(50, "Iterations between evaluations; off (only at the end): 0.")

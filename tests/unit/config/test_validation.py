@@ -31,7 +31,7 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "--hidden-size",
         "even",
     ),
-    ("short table", {"model": {"max_position_embeddings": 512}}, 1, "--max-position-embeddings", "--seq-length 1024"),
+    ("short table", {"model": {"max_position_embeddings": 256}}, 1, "--max-position-embeddings", "--seq-length 512"),
     ("moe pattern length", {"moe": {**EXPERTS, "moe_layer_freq": [0, 1]}}, 1, "--moe-layer-freq", "2 entries"),
     ("moe pattern entry", {"moe": {**EXPERTS, "moe_layer_freq": [0, 1, 2, 1]}}, 1, "--moe-layer-freq", "other than"),
     ("empty pattern", {"moe": {**EXPERTS, "moe_layer_freq": []}}, 1, "--moe-layer-freq", "0 entries"),
