@@ -97,7 +97,7 @@ def test_each_switch_alone() -> None:
     ("argv", "message"),
     [
         (["--num-layers", "0"], "--num-layers=0: not a whole number of at least 1; give one (default: 4)"),
-        (["--lr", "-1"], "--lr=-1.0: not a finite number above 0; give one (default: 0.002)"),
+        (["--lr", "-1"], "--lr=-1.0: not a finite number above 0; give one (default: 0.001)"),
         (
             ["--rotary-percent", "2"],
             "--rotary-percent=2.0: not a finite number above 0 and of at most 1; give one (default: 1.0)",
