@@ -213,6 +213,9 @@ class ActivationConfig(Section):
     activation_offload_dir: str | None = option(
         None, "Folder of the disk tier (machines without an accelerator); unset: the run's own folder."
     )
+    activation_integrated_memory: Literal["auto", "yes", "no"] = option(
+        "auto", "Whether the device shares the host's memory, where two buffers do not pay; auto: ask the device."
+    )
     activation_debug_poison: bool = option(False, "Fill freed reload slots with NaN; off: false.")
 
 

@@ -133,6 +133,7 @@ def build_activation_manager(config: RunConfig, place: BuildPlace) -> Activation
         offload_dir=place.offload_dir if config.offload else None,
         buffer_size_bytes=config.accelerator.buffer_size_mb * 2**20,
         poison=config.activation.activation_debug_poison,
+        integrated_memory={"auto": None, "yes": True, "no": False}[config.activation.activation_integrated_memory],
     )
     try:
         return ActivationManager(plan, place.device)

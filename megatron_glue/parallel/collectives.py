@@ -161,6 +161,11 @@ def max_over_ranks(value: int, group: ProcessGroup | None) -> int:
     return int(host_value[0])
 
 
+def is_same_on_all_ranks(value: int, group: ProcessGroup | None) -> bool:
+    """Whether all ranks of the group hold the same host integer (below 2**62). Blocks the host, not the device."""
+    return max_over_ranks(value, group) == -max_over_ranks(-value, group)
+
+
 def barrier(group: ProcessGroup | None) -> None:
     """Return once every rank of the group has arrived. Blocks the host, not the device."""
     max_over_ranks(0, group)

@@ -1,8 +1,8 @@
 """The shell around a block in which the activation manager runs it, and the names that do not depend on shells.
 
 FSDP2 gathers a module's weights in hooks around that module's call. Recompute calls a block a second time, from within
-backward, and possibly inside an autograd Function: hooks on the block itself would gather and reduce at the wrong time,
-or for a call that no gradient passes. So the hooks sit one level further out, where a block is called once::
+backward: hooks on the block itself would gather and reduce for a call that no gradient passes. So the hooks sit one
+level further out, where a block is called once::
 
     shell.__call__   <- hooks: gather before forward, free after it; gather before backward, reduce after it
       run_block      <- the activation manager: a plain call, or one whose intermediate results are recomputed

@@ -82,9 +82,7 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment) -> int:
         latest = store.find_latest()
         if latest is not None and (step_of(latest.name) or 0) >= config.training.train_iters:
             if environment.is_main:
-                print(
-                    f"{latest}: the run has finished its {config.training.train_iters} iterations; nothing to do"
-                )
+                print(f"{latest}: the run has finished its {config.training.train_iters} iterations; nothing to do")
             return 0
         session = build_session(config, mesh, device, _offload_dir(config, folder))
         try:

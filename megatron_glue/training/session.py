@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.data.documents import DocumentSet, build_datasets
 from megatron_glue.data.heldout import EvalPlan, eval_batches, unigram_entropy
@@ -22,6 +23,7 @@ from megatron_glue.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_glue.models.build import BuildPlace, BuiltModel, build_model
 from megatron_glue.models.parallelize import parallelize
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.collectives import is_same_on_all_ranks
 from megatron_glue.parallel.data_parallel import DataParallelEngine
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import LoadedCheckpoint, TrainingState
@@ -164,6 +166,13 @@ def _build_data(config: RunConfig, mesh: ParallelMesh, device: torch.device) -> 
     training, data_config = config.training, config.data
     tokenizer = build_tokenizer(data_config)
     train, heldout = build_datasets(data_config, tokenizer, training.seed)
+    if not is_same_on_all_ranks(int(train.fingerprint[:15], 16), mesh.world_group):
+        raise ConfigError(
+            "--data-path",
+            " ".join(data_config.data_path) or "the embedded corpus",
+            "is not the same on all ranks",
+            "give every machine the same files (for the embedded corpus: the same Python version)",
+        )
     plan = BatchPlan(training.micro_batch_size, training.global_batch_size, mesh.dp_rank, mesh.dp_size)
     stream = PackStream(train, data_config.seq_length, data_config.packing_window, training.seed)
     return SessionData(

@@ -1,4 +1,4 @@
-"""What a user can get wrong ends in one line that names field, value and remedy, with exit code 2 or 1, on all ranks."""
+"""What a user can get wrong ends in one line naming field, value and remedy, with exit code 2 or 1, on every rank."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_glue.config.errors import ConfigError
 from megatron_glue.parallel.gather import gather_full_gradients, gather_full_parameters
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.session import build_session
@@ -28,6 +29,15 @@ LAYOUTS = [
     (4, {"expert_model_parallel_size": 2, "data_parallel_engine": "ddp"}),
     (4, {"expert_model_parallel_size": 2, "data_parallel_engine": "fsdp2"}),
 ]
+
+
+def build_on_different_data(rank: int, world_size: int, folder: str) -> str:
+    """The error of a rank whose corpus is not the others'."""
+    corpus = write_corpus(Path(folder) / f"corpus-{rank}.jsonl", seed=rank)
+    config = small_config(corpus)
+    with pytest.raises(ConfigError) as error:
+        build_session(config, ParallelMesh.build(config.parallel, "cpu"), CPU, Path(folder))
+    return str(error.value)
 
 
 def run_layout(rank: int, world_size: int, corpus: str, parallel: dict[str, Any]) -> dict[str, Any]:
@@ -81,3 +91,9 @@ def test_layout_equals_one_process(
         assert torch.equal(result["expert_counts"], one_process["expert_counts"])
         for name, expected in one_process["weights"].items():
             assert_close(result["weights"][name], expected, what=f"weight {name} after two steps", tolerance=1e-4)
+
+
+def test_ranks_with_different_data_are_refused(tmp_path: Path) -> None:
+    for message in run_distributed(build_on_different_data, 2, str(tmp_path)):
+        assert "--data-path" in message
+        assert "not the same on all ranks" in message

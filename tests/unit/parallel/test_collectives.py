@@ -13,6 +13,7 @@ from megatron_glue.parallel.collectives import (
     any_rank,
     barrier,
     broadcast_,
+    is_same_on_all_ranks,
     max_over_ranks,
 )
 
@@ -27,6 +28,7 @@ def test_without_a_group_everything_is_the_identity() -> None:
     assert any_rank(True, None)
     assert not any_rank(False, None)
     assert max_over_ranks(7, None) == 7
+    assert is_same_on_all_ranks(7, None)
     assert broadcast_(x, None) is x
     barrier(None)
 

@@ -14,9 +14,7 @@ class Terminal(io.StringIO):
 
 def test_progress_line_names_everything_a_user_follows() -> None:
     line = progress_line(VALUES, iteration=7, total=100, eta_seconds=3725)
-    assert line == (
-        "iteration   7/100 | loss 3.2500 | lr 1.000e-03 | grad norm 0.500 | 12,346 tokens/s | ETA 1:02:05"
-    )
+    assert line == ("iteration   7/100 | loss 3.2500 | lr 1.000e-03 | grad norm 0.500 | 12,346 tokens/s | ETA 1:02:05")
 
 
 def test_durations_never_go_negative() -> None:
