@@ -154,6 +154,9 @@ class DataConfig(Section):
     seq_length: Annotated[int, Field(ge=2)] = option(512, "Tokens per pack.")
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = option(0.02, "Share of documents kept for evaluation.")
     packing_window: PositiveInt = option(256, "Documents that first-fit-decreasing looks at together.")
+    max_segment_tokens: NonNegativeInt = option(
+        0, "Longer documents are cut into pieces of this many tokens, each a document of its own; off: 0."
+    )
     max_documents: NonNegativeInt = option(0, "Use only the first N documents; off: 0.")
 
 

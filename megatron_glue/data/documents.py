@@ -83,6 +83,27 @@ class DocumentSet:
             num_skipped_empty=self.num_skipped_empty,
         )
 
+    def cut(self, max_tokens: int) -> DocumentSet:
+        """Return the set with longer documents cut into consecutive pieces, over the same tokens.
+
+        Args:
+            max_tokens: Most tokens of a piece, at least 1.
+
+        Returns:
+            Pieces in document order; every token is in exactly one.
+        """
+        num_pieces = -(-self.lengths // max_tokens)
+        first_piece = np.cumsum(num_pieces) - num_pieces
+        offsets = (np.arange(int(num_pieces.sum())) - np.repeat(first_piece, num_pieces)) * max_tokens
+        return DocumentSet(
+            tokens=self.tokens,
+            starts=np.repeat(self.starts, num_pieces) + offsets,
+            lengths=np.minimum(np.repeat(self.lengths, num_pieces) - offsets, max_tokens),
+            vocab_size=self.vocab_size,
+            pad_id=self.pad_id,
+            num_skipped_empty=self.num_skipped_empty,
+        )
+
     def token_counts(self) -> np.ndarray:
         """Return how often each id occurs in the documents, int64 [vocab_size]."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
@@ -190,7 +211,11 @@ def build_datasets(data_config: DataConfig, tokenizer: Tokenizer, seed: int) -> 
         )
         source = ", ".join(data_config.data_path) or "(embedded corpus)"
         raise ConfigError("--data-path", source, reason, "give at least two documents")
-    return split_heldout(documents, data_config.heldout_fraction, seed)
+    train, heldout = split_heldout(documents, data_config.heldout_fraction, seed)
+    if data_config.max_segment_tokens:
+        # After the split, or pieces of one document would stand on both sides.
+        train, heldout = train.cut(data_config.max_segment_tokens), heldout.cut(data_config.max_segment_tokens)
+    return train, heldout
 
 
 def _texts(data_config: DataConfig) -> Iterator[str]:

@@ -42,7 +42,7 @@ class Run:
         parallel = ParallelConfig(data_parallel_engine=engine_name, expert_model_parallel_size=ep_size)
         self.mesh = ParallelMesh.build(parallel, "cpu")
         precision = Precision(torch.float32)
-        self.engine = wrap_data_parallel(ToyModel(self.mesh, recompute=False), self.mesh, parallel, precision)
+        self.engine = wrap_data_parallel(ToyModel(self.mesh), self.mesh, parallel, precision)
         self.optimizer = build_optimizer(
             self.engine.module.named_parameters(), OptimizerConfig(), BackendConfig(optimizer_backend="fused"), CPU
         )

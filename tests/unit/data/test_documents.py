@@ -1,5 +1,6 @@
 import gzip
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,3 +182,34 @@ def test_too_few_documents_are_refused(tmp_path, texts, left):
 def test_the_embedded_corpus_is_the_default():
     train, heldout = build_datasets(DataConfig(max_documents=200), TOKENIZER, 1)
     assert (train.num_documents, heldout.num_documents) == (196, 4)
+
+
+def test_cut_keeps_every_token_once_and_in_order() -> None:
+    documents = DocumentSet(
+        tokens=np.arange(100, dtype=np.uint16),
+        starts=np.array([50, 0, 20], dtype=np.int64),
+        lengths=np.array([7, 3, 6], dtype=np.int64),
+        vocab_size=100,
+        pad_id=99,
+    )
+    pieces = documents.cut(3)
+    assert [pieces.document(index).tolist() for index in range(pieces.num_documents)] == [
+        *([50, 51, 52], [53, 54, 55], [56]),
+        [0, 1, 2],
+        *([20, 21, 22], [23, 24, 25]),
+    ]
+    assert pieces.starts.dtype == pieces.lengths.dtype == np.int64
+    assert documents.cut(7).lengths.tolist() == documents.lengths.tolist()
+
+
+def test_documents_are_cut_after_the_split(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f'{{"text": "{chr(97 + index) * 20}"}}\n' for index in range(10)))
+    config = DataConfig(data_path=(str(path),), heldout_fraction=0.3, max_segment_tokens=8)
+    train, heldout = build_datasets(config, ByteTokenizer(), seed=0)
+    assert max(train.lengths.max(), heldout.lengths.max()) == 8
+
+    def letters(documents: DocumentSet) -> set[int]:
+        return {int(id_) for index in range(documents.num_documents) for id_ in documents.document(index)} - {257}
+
+    assert not letters(train) & letters(heldout)
