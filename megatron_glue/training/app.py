@@ -85,6 +85,7 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment) -> int:
                 print(f"{latest}: the run has finished its {config.training.train_iters} iterations; nothing to do")
             return 0
         session = build_session(config, mesh, device, _offload_dir(config, folder))
+        session.provenance = resolved.provenance
         try:
             if latest is not None:
                 session.adopt(store.load(latest, session.training_state()))

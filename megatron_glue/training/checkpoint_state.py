@@ -9,7 +9,7 @@ no tensors are JSON. Hyperparameters are no state: they are in the configuration
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class TrainingState:
         config: The resolved configuration.
         counters: The caller's own facts, JSON values with string keys. Only written; a load returns them.
         data_position: Position in the data, JSON values, the same on all ranks. Only written; a load returns it.
+        provenance: Field name -> where its value came from. Only written, and only for values that are no defaults.
     """
 
     model: nn.Module
@@ -46,6 +47,7 @@ class TrainingState:
     config: RunConfig
     counters: Mapping[str, Any]
     data_position: Mapping[str, Any]
+    provenance: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def collect_facts(state: TrainingState, step: int, mesh: ParallelMesh) -> dict[s
         "data_position": dict(state.data_position),
         "model": model_facts(state.config),
         "config": as_dict(state.config),
+        "provenance": {name: source for name, source in state.provenance.items() if source != "default"},
     }
 
 

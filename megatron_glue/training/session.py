@@ -78,6 +78,7 @@ class Session:
         iteration: Optimizer steps done since the run began.
         num_micro_batches: Micro-batches that this process trained on.
         num_step_host_reads: Device-to-host reads inside this process' training steps; logging reads are not among them.
+        provenance: Where each field of the configuration came from; checkpoints keep it.
     """
 
     config: RunConfig
@@ -93,6 +94,7 @@ class Session:
     iteration: int = 0
     num_micro_batches: int = 0
     num_step_host_reads: int = 0
+    provenance: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -112,6 +114,7 @@ class Session:
             config=self.config,
             counters=self.metrics.state_dict(),
             data_position=self.data.loader.state_dict(),
+            provenance=self.provenance,
         )
 
     def adopt(self, loaded: LoadedCheckpoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,12 @@ def test_facts_are_json() -> None:
     assert json.loads(json.dumps(facts)) == facts
     assert (facts["step"], facts["counters"], facts["data_position"]) == (9, {"iteration": 3}, {"pack": 5})
     assert facts["config"]["optimizer"]["lr"] == OptimizerConfig().lr
+
+
+def test_facts_name_the_source_of_every_value_that_is_no_default() -> None:
+    sources = {"lr": "command line", "num_layers": "file a.yaml", "seed": "default"}
+    state = replace(state_of(Tied()), provenance=sources)
+    assert collect_facts(state, 9, MESH)["provenance"] == {"lr": "command line", "num_layers": "file a.yaml"}
 
 
 def test_generators_come_back() -> None:
