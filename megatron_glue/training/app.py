@@ -7,6 +7,7 @@ session, trains, samples and summarises. Errors that a user can cause leave as o
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -18,9 +19,11 @@ import torch
 
 from megatron_glue.config.environment import RankEnvironment, read_environment
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.loading import ResolvedConfig, describe, resolve_config
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.config.validation import validate
+from megatron_glue.parallel.agreement import is_lost_peer, together
 from megatron_glue.parallel.collectives import broadcast_
 from megatron_glue.parallel.launch import choose_device, distributed_session, end_with_launcher
 from megatron_glue.parallel.mesh import ParallelMesh
@@ -30,8 +33,9 @@ from megatron_glue.training.closing import collect_summary, sample
 from megatron_glue.training.loop import Run, train
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.session import Session, build_session
-from megatron_glue.training.summary import print_summary, write_json
+from megatron_glue.training.summary import check_writable_file, print_summary, write_json
 
+SUMMARY_NAME = "summary.json"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -56,6 +60,10 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None) -> int:
         return _report(error, EXIT_USAGE, environment)
     except (CheckpointError, OSError) as error:
         return _report(error, EXIT_FAILED, environment)
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        return _report(f"stopped because another rank failed: {error}", EXIT_FAILED, environment)
     except KeyboardInterrupt:
         return _report("interrupted; the same command with --save resumes", EXIT_INTERRUPTED, environment)
 
@@ -79,10 +87,12 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment) -> int:
         folder = _run_folder(config, mesh)
         store = CheckpointStore(folder, config.training.keep_last, mesh)
         store.prepare()
+        together(lambda: _check_summary_path(config, mesh), mesh.world_group)
         latest = store.find_latest()
         if latest is not None and (step_of(latest.name) or 0) >= config.training.train_iters:
             if environment.is_main:
                 print(f"{latest}: the run has finished its {config.training.train_iters} iterations; nothing to do")
+                _repeat_summary(folder, config.logging.summary_path)
             return 0
         session = build_session(config, mesh, device, _offload_dir(config, folder))
         session.provenance = resolved.provenance
@@ -105,10 +115,15 @@ def _run_folder(config: RunConfig, mesh: ParallelMesh) -> Path:
     if config.training.save is not None:
         return Path(config.training.save)
     now = broadcast_(torch.tensor([int(time.time())]), mesh.world_group)
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(int(now[0])))
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(int(now[0])))
     folder = Path("runs") / f"{config.training.name}-{stamp}"
     taken = broadcast_(torch.tensor([sum(1 for _ in Path("runs").glob(f"{folder.name}*"))]), mesh.world_group)
     return folder.with_name(f"{folder.name}-{int(taken[0]) + 1}") if int(taken[0]) else folder
+
+
+def _check_summary_path(config: RunConfig, mesh: ParallelMesh) -> None:
+    if mesh.rank == 0 and config.logging.summary_path is not None:
+        check_writable_file(config.logging.summary_path, flag_of("summary_path"))
 
 
 def _offload_dir(config: RunConfig, folder: Path) -> Path:
@@ -138,7 +153,7 @@ def _opening(session: Session, resolved: ResolvedConfig) -> str:
     return "\n".join(
         [
             describe(resolved),
-            f"{session.mesh.describe()} on {session.device}",
+            f"{session.mesh.describe()} on {session.device}, {session.engine.describe()}",
             f"model: {num_parameters:,} parameters on this rank",
             f"kernels: {built.backends.describe()}, optimizer {session.optimizer.implementation}",
             built.activation.describe(),
@@ -146,6 +161,13 @@ def _opening(session: Session, resolved: ResolvedConfig) -> str:
             f"{data.heldout.num_documents:,} documents; packing efficiency {data.loader.packing_efficiency:.2%}",
         ]
     )
+
+
+def _repeat_summary(folder: Path, summary_path: str | None) -> None:
+    """Write the summary that a finished run left in its folder once more."""
+    kept = folder / SUMMARY_NAME
+    if summary_path is not None and kept.exists():
+        write_json(summary_path, json.loads(kept.read_text()))
 
 
 def _close(session: Session, store: CheckpointStore, heldout_loss: float) -> None:
@@ -159,5 +181,6 @@ def _close(session: Session, store: CheckpointStore, heldout_loss: float) -> Non
     if continuation:
         print(f"\nsample continuation:\n{logging_config.sample_prompt}{continuation}\n")
     print_summary(summary)
+    write_json(store.root / SUMMARY_NAME, summary)
     if logging_config.summary_path is not None:
         write_json(logging_config.summary_path, summary)

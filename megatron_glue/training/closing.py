@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_glue.parallel.collectives import max_over_ranks
+from megatron_glue.parallel.collectives import broadcast_, max_over_ranks
 from megatron_glue.training.generation import SamplingPlan, sample_continuation
 from megatron_glue.training.session import Session
 from megatron_glue.training.summary import expert_load, peak_memory_bytes
@@ -33,7 +33,13 @@ def sample(session: Session) -> str:
     model.eval()
     try:
         with session.uncounted():
-            new_ids = sample_continuation(model.logits, prompt_ids, plan, session.device)
+            new_ids = sample_continuation(
+                model.logits,
+                prompt_ids,
+                plan,
+                session.device,
+                agree=lambda token: broadcast_(token, session.mesh.world_group),
+            )
     finally:
         model.train()
     return tokenizer.decode(new_ids)

@@ -42,6 +42,7 @@ def sample_continuation(
     prompt_ids: Sequence[int],
     plan: SamplingPlan,
     device: torch.device,
+    agree: Callable[[Tensor], Tensor] = lambda token: token,
 ) -> list[int]:
     """Continue a prompt token by token.
 
@@ -51,6 +52,8 @@ def sample_continuation(
         prompt_ids: At least one token id.
         plan: How to continue.
         device: The model's device.
+        agree: Maps a drawn id (int64 scalar on the CPU) to the one that all ranks go on with. Logits may differ in the
+            last bit between ranks, and a rank that stops early would leave its peers in a collective.
 
     Returns:
         The new token ids, without the prompt and without the end token.
@@ -68,7 +71,7 @@ def sample_continuation(
         input_ids_T = torch.tensor(window, dtype=torch.int64).to(device)
         logits_V = next_logits(input_ids_T, ForwardContext(sequence=sequence), len(window) - 1)
         probabilities_V = torch.softmax(logits_V.float().cpu() / plan.temperature, dim=-1)
-        token = int(torch.multinomial(probabilities_V, 1, generator=generator))
+        token = int(agree(torch.multinomial(probabilities_V, 1, generator=generator)))
         if token == plan.end_token:
             break
         ids.append(token)

@@ -6,14 +6,18 @@ a step does stands in ``step.py``; what is shown stands in ``monitor.py``.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from megatron_glue.training.checkpoint import CheckpointStore
+from megatron_glue.training.checkpoint_files import step_folder
 from megatron_glue.training.evaluation import evaluate
 from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.session import Session
 from megatron_glue.training.step import train_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,10 @@ class Run:
         """Write a checkpoint of this iteration; nothing happens if it is on disk already."""
         session = self.session
         session.metrics.flush(session.host_reader, session.mesh.dp_group)
-        path = self.store.save(session.iteration, session.training_state())
-        self.monitor.say(f"saved checkpoint {path}")
+        path = step_folder(self.store.root, session.iteration)
+        if self.store.find_latest() != path:
+            self.store.save(session.iteration, session.training_state())
+            self.monitor.say(f"saved checkpoint {path}")
 
     def evaluate(self) -> float:
         """Loss on the held-out documents, nats per token."""
@@ -72,8 +78,15 @@ def train(run: Run) -> float:
         result = train_step(session)
         iteration = session.iteration
         is_logging = iteration % config.logging.log_interval == 0 or iteration in (1, training.train_iters)
-        session.metrics.add(result, timer.stop(wait_for_device=is_logging))
+        is_pausing = is_logging or any(
+            _is_due(iteration, interval)
+            for interval in (training.eval_interval, training.save_interval, training.exit_interval)
+        )
+        # What the device still owes belongs to the steps, not to the evaluation or the save that would wait for it.
+        session.metrics.add(result, timer.stop(wait_for_device=is_pausing))
         run.monitor.step(iteration)
+        if _is_due(iteration, config.accelerator.metrics_interval):
+            _log_counters(session)
         if is_logging:
             _log(run, result.lr)
         heldout_loss = None
@@ -90,6 +103,22 @@ def train(run: Run) -> float:
 
 def _is_due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
+
+
+def _log_counters(session: Session) -> None:
+    """Tell what the three optimisations did so far, for --log-level debug: reading it waits for the device."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    cache, stats = session.built.metadata_cache, session.built.activation.stats()
+    logger.debug(
+        "iteration %d: %d metadata builds, %d reuses, %d host reads; %.1f MiB offloaded, %.1f ms waited for reloads",
+        session.iteration,
+        cache.builds,
+        cache.reuses,
+        session.num_step_host_reads,
+        stats.offloaded_bytes / 2**20,
+        stats.reload_wait_ms,
+    )
 
 
 def _log(run: Run, lr: float) -> None:

@@ -23,8 +23,10 @@ from megatron_glue.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_glue.models.build import BuildPlace, BuiltModel, build_model
 from megatron_glue.models.parallelize import parallelize
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.agreement import together
 from megatron_glue.parallel.collectives import is_same_on_all_ranks
 from megatron_glue.parallel.data_parallel import DataParallelEngine
+from megatron_glue.parallel.gather import differing_replicas
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import LoadedCheckpoint, TrainingState
 from megatron_glue.training.lr_schedule import LearningRateSchedule
@@ -143,12 +145,15 @@ def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, o
 
     Raises:
         ConfigError: If data, kernels or folders cannot be had.
+        PeerFailedError: If that happened on another rank.
     """
     host_reader = HostReader()
     data = _build_data(config, mesh, device)
     place = BuildPlace(mesh, device, host_reader, offload_dir)
-    built = build_model(config, data.tokenizer.vocab_size, place)
+    built = together(lambda: build_model(config, data.tokenizer.vocab_size, place), mesh.world_group)
     engine = parallelize(built, mesh, config.parallel)
+    differing = differing_replicas(engine.module, mesh)
+    assert not differing, f"parameters differ between ranks before the first step: {differing[:3]}"
     optimizer = build_optimizer(
         engine.module.named_parameters(), config.optimizer, config.backend, device, host_reader=host_reader
     )
@@ -168,7 +173,7 @@ def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, o
 def _build_data(config: RunConfig, mesh: ParallelMesh, device: torch.device) -> SessionData:
     training, data_config = config.training, config.data
     tokenizer = build_tokenizer(data_config)
-    train, heldout = build_datasets(data_config, tokenizer, training.seed)
+    train, heldout = together(lambda: build_datasets(data_config, tokenizer, training.seed), mesh.world_group)
     if not is_same_on_all_ranks(int(train.fingerprint[:15], 16), mesh.world_group):
         raise ConfigError(
             "--data-path",

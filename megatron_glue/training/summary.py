@@ -1,19 +1,23 @@
 """The numbers at the end of a run: one dictionary, shown as a table and written as JSON.
 
-It formats and writes; where the numbers come from is :func:`megatron_glue.training.session.collect_summary`.
+It formats and writes; where the numbers come from is :func:`megatron_glue.training.closing.collect_summary`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from megatron_glue.config.errors import ConfigError
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -56,6 +60,28 @@ def write_json(path: str | Path, content: dict[str, Any]) -> None:
         aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def check_writable_file(path: str | Path, field: str) -> None:
+    """Find out before a run whether its last act will be possible.
+
+    Args:
+        path: File that is to be written.
+        field: Setting that named it.
+
+    Raises:
+        ConfigError: If the folder cannot be made or written, or the path is a folder.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "is a folder")
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(field, path, f"cannot be written ({reason})", "give a file in a folder you own") from error
 
 
 def _mib(num_bytes: float) -> str:

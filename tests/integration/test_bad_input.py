@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cases import write_corpus
-from tests.support.commands import run
+from tests.support.commands import ROOT, run, succeed
 
 TINY = ["--num-layers", "1", "--hidden-size", "32", "--train-iters", "1", "--seq-length", "64", "--sample-tokens", "0"]
 
@@ -24,7 +24,7 @@ USAGE = {
     "double buffer": (["--double-buffer-ckpt", "--recompute-granularity", "none"], "--recompute-granularity"),
     "missing data": (["--data-path", "nowhere.jsonl"], "nowhere.jsonl"),
     "missing config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
-    "cuda": (["--device", "cuda"], "device"),
+    "cuda": (["--device", "cuda"], "--device"),
 }
 
 
@@ -58,13 +58,47 @@ def test_save_folder_that_is_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "taken").read_text() == "mine"
 
 
+def test_summary_path_is_tried_before_training(tmp_path: Path) -> None:
+    outcome = run(["pretrain_gpt.py", *TINY, "--summary-path", str(tmp_path)], tmp_path)
+    assert_one_line(outcome, 2, "--summary-path", "is a folder")
+    assert "iteration" not in outcome.stdout
+
+
 def test_full_disk_ends_in_one_line_and_keeps_what_was_saved(tmp_path: Path) -> None:
     corpus = str(write_corpus(tmp_path / "corpus.jsonl"))
-    outcome = run(["pretrain_gpt.py", *TINY, "--data-path", corpus, "--save", "/dev/full/run"], tmp_path)
-    assert_one_line(outcome, 2, "/dev/full/run")
+    command = ["pretrain_gpt.py", *TINY, "--data-path", corpus, "--save", "run"]
+    succeed(command, tmp_path)
+    before = sorted(path.name for path in (tmp_path / "run/step_00000001").iterdir())
+    program = (
+        "import resource, runpy, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[2:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    (tmp_path / "limited.py").write_text(program)
+    more = [*command[1:], "--train-iters", "2"]
+    outcome = run([str(tmp_path / "limited.py"), str(ROOT), str(ROOT / "pretrain_gpt.py"), *more], tmp_path)
+    assert_one_line(outcome, 1, "step 2 was not saved", "earlier checkpoints are untouched")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["step_00000001"]
+    assert sorted(path.name for path in (tmp_path / "run/step_00000001").iterdir()) == before
 
 
-def test_all_ranks_end_when_one_has_no_data(tmp_path: Path) -> None:
-    outcome = run(["pretrain_gpt.py", *TINY, "--data-path", "nowhere.jsonl"], tmp_path, num_processes=2)
+def test_all_ranks_end_with_one_line_when_one_rank_has_no_data(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    (tmp_path / "rank0").mkdir()
+    (tmp_path / "rank0/corpus.jsonl").write_text(corpus.read_text())
+    program = (
+        "import os, runpy, sys\n"
+        "sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[2:]\n"
+        "sys.argv += ['--data-path', f'rank{os.environ[\"RANK\"]}/corpus.jsonl']\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    (tmp_path / "ranks.py").write_text(program)
+    command = [str(tmp_path / "ranks.py"), str(ROOT), str(ROOT / "pretrain_gpt.py"), *TINY]
+    outcome = run([*command, "--global-batch-size", "2"], tmp_path, num_processes=2)
     assert outcome.code != 0
-    assert any("nowhere.jsonl" in line for line in outcome.error_lines)
+    assert any("rank1/corpus.jsonl" in line and "[rank 1]" in line for line in outcome.error_lines)
+    assert any("another rank failed" in line for line in outcome.error_lines)
+    ours = outcome.stderr.split("torch.distributed.elastic", 1)[0]
+    assert "megatron_glue/" not in ours, "no traceback from inside"
