@@ -31,8 +31,6 @@ from megatron_glue.ops.rope import apply_rope, split_and_rotate
 from megatron_glue.parallel.precision import local
 from megatron_glue.types import ForwardContext
 
-_LAYOUTS_WITH_DROPOUT = ("segments", "dense")
-
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -78,13 +76,13 @@ class PackedAttention(nn.Module):
 
     Args:
         shape: Sizes and settings.
-        backends: Kernels.
+        backends: Kernels, resolved for the model's head width and attention dropout.
         metadata_cache: The model's; of the layout that ``backends.attention`` takes.
         rotary: RoPE; ``None`` for none.
         qk_norms: Norms over the head dim of queries and of keys; ``None`` for none.
 
     Raises:
-        ConfigError: If heads do not divide, or the kernel has no attention dropout and the model wants it.
+        ConfigError: If heads do not divide.
     """
 
     def __init__(
@@ -102,13 +100,6 @@ class PackedAttention(nn.Module):
                 shape.num_kv_heads,
                 f"does not divide the {shape.num_heads} query heads",
                 "choose a divisor of --num-attention-heads",
-            )
-        if shape.dropout > 0 and backends.attention_layout not in _LAYOUTS_WITH_DROPOUT:
-            raise ConfigError(
-                "attention_dropout",
-                shape.dropout,
-                f"attention backend {backends.attention_layout} has none",
-                f"use one of {list(_LAYOUTS_WITH_DROPOUT)}, or set it to 0",
             )
         assert metadata_cache.layout == backends.attention_layout, "kernel and metadata are of one layout"
         self.shape = shape

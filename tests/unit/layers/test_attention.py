@@ -97,15 +97,6 @@ def test_heads_that_do_not_divide_are_named():
         build(small_model(num_query_groups=3))
 
 
-def test_attention_dropout_with_a_kernel_that_has_none_is_an_error():
-    backends = resolve(BackendConfig(), "cuda", torch.bfloat16)
-    assert backends.attention_layout == "varlen"
-    with pytest.raises(ConfigError, match="attention backend varlen has none"):
-        build_attention(
-            small_model(attention_dropout=0.1), 0, backends, PackedMetadataCache("varlen", True, HostReader()), 7
-        )
-
-
 def test_attention_dropout_depends_on_step_micro_batch_and_layer_and_is_off_in_evaluation():
     model = small_model(attention_dropout=0.3)
     attention = build(model, attention_dropout=0.3)
