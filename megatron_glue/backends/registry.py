@@ -36,11 +36,13 @@ class Needs:
     Attributes:
         device: Where it runs.
         dtype: Compute dtype.
+        head_dim: Width of an attention head.
         attention_dropout: Probability; 0 for none.
     """
 
     device: torch.device
     dtype: torch.dtype
+    head_dim: int
     attention_dropout: float = 0.0
 
 
@@ -101,12 +103,19 @@ def _why_not_varlen(needs: Needs) -> str:
         return f"its kernel computes in bf16 or fp16, not in {needs.dtype}"
     if needs.attention_dropout > 0:
         return "it has no attention dropout"
+    if needs.head_dim % 8 or needs.head_dim > 256:
+        return f"its kernel takes heads of a multiple of 8 up to 256, not of {needs.head_dim}"
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
         return f"torch {torch.__version__} cannot import it: {error}"
     missing = {"scale", "window_size"} - set(inspect.signature(varlen_attn).parameters)
-    return f"in torch {torch.__version__} it lacks {sorted(missing)}" if missing else ""
+    if missing:
+        return f"in torch {torch.__version__} it lacks {sorted(missing)}"
+    if not torch.cuda.is_available():
+        return "this machine or this build of torch has no CUDA device"
+    major, minor = torch.cuda.get_device_capability(needs.device)
+    return "" if major >= 8 else f"its kernel needs compute capability 8.0, this device has {major}.{minor}"
 
 
 def _why_not_flex(needs: Needs) -> str:
@@ -178,6 +187,7 @@ def resolve(
     device: torch.device | str,
     dtype: torch.dtype,
     *,
+    head_dim: int,
     attention_dropout: float = 0.0,
     host_reader: HostReader | None = None,
 ) -> Backends:
@@ -187,6 +197,7 @@ def resolve(
         config: What the user named.
         device: Where the model computes.
         dtype: Compute dtype.
+        head_dim: Width of the model's attention heads; not every attention kernel takes every width.
         attention_dropout: The model's; not every attention kernel has it.
         host_reader: Counts reads of device values by kernels; ``None`` makes a new one.
 
@@ -196,7 +207,7 @@ def resolve(
     Raises:
         ConfigError: If a named backend is unknown here or cannot do what is needed, with the reason.
     """
-    needs = Needs(torch.device(device), dtype, attention_dropout)
+    needs = Needs(torch.device(device), dtype, head_dim, attention_dropout)
     reader = host_reader or HostReader()
     attention, attention_reason = _choose("attention_backend", config.attention_backend, _ATTENTION, needs)
     norm, norm_reason = _choose("norm_backend", config.norm_backend, _NORM, needs)

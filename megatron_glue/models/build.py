@@ -91,6 +91,7 @@ def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltM
         config.backend,
         place.device,
         precision.compute_dtype,
+        head_dim=config.model.head_dim,
         attention_dropout=config.model.attention_dropout,
         host_reader=place.host_reader,
     )

@@ -80,6 +80,7 @@ def build_blocks(
         BackendConfig.model_validate({"attention_backend": layout}),
         "cpu",
         torch.float32,
+        head_dim=model.head_dim,
         attention_dropout=model.attention_dropout,
     )
     cache = PackedMetadataCache(layout, enabled, backends.host_reader)

@@ -14,8 +14,20 @@ from megatron_glue.config.sections import BackendConfig
 from megatron_glue.ops.host_reader import HostReader
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that there is a GPU; the function sets its compute capability. Nothing may run on it."""
+
+    def with_capability(major, minor=0):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with_capability(9)
+    return with_capability
+
+
 def test_auto_on_a_cpu():
-    backends = resolve(BackendConfig(), "cpu", torch.float32)
+    backends = resolve(BackendConfig(), "cpu", torch.float32, head_dim=64)
     assert backends.attention is segments_attention
     assert backends.attention_layout == "segments"
     assert backends.rms_norm is rms_norm_cpu
@@ -24,22 +36,50 @@ def test_auto_on_a_cpu():
 
 
 def test_the_choice_is_one_line_with_reasons():
-    line = resolve(BackendConfig(grouped_mm_backend="loop"), "cpu", torch.float32).describe()
+    line = resolve(BackendConfig(grouped_mm_backend="loop"), "cpu", torch.float32, head_dim=64).describe()
     assert "\n" not in line
     assert "attention segments (not varlen: its kernel runs on CUDA, not on cpu)" in line
     assert "grouped_mm loop (configured)" in line
 
 
-def test_auto_on_a_gpu_does_without_what_is_missing(monkeypatch):
-    # Nothing is run here: which entry is taken depends on the needs alone.
-    backends = resolve(BackendConfig(), "cuda", torch.bfloat16)
+@pytest.mark.usefixtures("gpu")
+def test_auto_on_a_gpu_does_without_what_is_missing():
+    backends = resolve(BackendConfig(), "cuda", torch.bfloat16, head_dim=64)
     assert backends.attention_layout == "varlen"
     assert backends.rms_norm is rms_norm_torch
     assert backends.grouping == "torch"
-    assert resolve(BackendConfig(), "cuda", torch.float32).attention_layout == "segments"
-    with_dropout = resolve(BackendConfig(), "cuda", torch.bfloat16, attention_dropout=0.1)
+    assert resolve(BackendConfig(), "cuda", torch.float32, head_dim=64).attention_layout == "segments"
+    with_dropout = resolve(BackendConfig(), "cuda", torch.bfloat16, head_dim=64, attention_dropout=0.1)
     assert with_dropout.attention_layout == "segments"
     assert "not varlen: it has no attention dropout" in with_dropout.describe()
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "reason"),
+    [
+        ((8, 0), 64, ""),
+        ((9, 0), 256, ""),
+        ((12, 0), 8, ""),
+        ((7, 5), 64, "compute capability 8.0, this device has 7.5"),
+        ((9, 0), 264, "a multiple of 8 up to 256, not of 264"),
+        ((9, 0), 60, "a multiple of 8 up to 256, not of 60"),
+    ],
+)
+def test_auto_takes_varlen_only_where_its_kernel_runs(gpu, capability, head_dim, reason):
+    gpu(*capability)
+    backends = resolve(BackendConfig(), "cuda", torch.bfloat16, head_dim=head_dim)
+    assert backends.attention_layout == ("segments" if reason else "varlen")
+    assert reason in backends.describe()
+    if reason:
+        with pytest.raises(ConfigError, match=reason):
+            resolve(BackendConfig(attention_backend="varlen"), "cuda", torch.bfloat16, head_dim=head_dim)
+
+
+def test_a_build_without_cuda_is_a_reason_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    backends = resolve(BackendConfig(), "cuda", torch.bfloat16, head_dim=64)
+    assert backends.attention_layout == "segments"
+    assert "not varlen: this machine or this build of torch has no CUDA device" in backends.describe()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +100,7 @@ def test_auto_on_a_gpu_does_without_what_is_missing(monkeypatch):
 )
 def test_a_named_backend_that_cannot_be_had_is_an_error_with_the_reason(config, needs, reason):
     (field,) = config
-    needs = {"device": "cpu", "dtype": torch.float32} | needs
+    needs = {"device": "cpu", "dtype": torch.float32, "head_dim": 64} | needs
     with pytest.raises(ConfigError, match=reason) as caught:
         resolve(BackendConfig(**config), **needs)
     assert caught.value.field == field
@@ -72,12 +112,12 @@ def test_a_kernel_that_torch_lacks_is_named(monkeypatch):
 
     monkeypatch.setattr(module, "varlen_attn", lambda query, key, value: query)
     with pytest.raises(ConfigError, match=r"it lacks \['scale', 'window_size'\]"):
-        resolve(BackendConfig(attention_backend="varlen"), "cuda", torch.bfloat16)
+        resolve(BackendConfig(attention_backend="varlen"), "cuda", torch.bfloat16, head_dim=64)
 
 
 def test_the_result_is_frozen_and_shares_one_reader():
     reader = HostReader()
-    backends = resolve(BackendConfig(grouped_mm_backend="loop"), "cpu", torch.float32, host_reader=reader)
+    backends = resolve(BackendConfig(grouped_mm_backend="loop"), "cpu", torch.float32, head_dim=64, host_reader=reader)
     assert backends.host_reader is reader
     assert isinstance(backends.grouped_mm, GroupedMMLoop)
     backends.grouped_mm(torch.randn(2, 4), torch.randn(1, 4, 4), torch.tensor([2]))

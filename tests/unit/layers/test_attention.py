@@ -15,7 +15,7 @@ from tests.support.tolerances import assert_close
 
 
 def build(model, layer_index=0, layout="segments", **needs):
-    backends = resolve(BackendConfig(attention_backend=layout), "cpu", torch.float32, **needs)
+    backends = resolve(BackendConfig(attention_backend=layout), "cpu", torch.float32, head_dim=model.head_dim, **needs)
     return build_attention(model, layer_index, backends, PackedMetadataCache(layout, True, HostReader()), 7)
 
 

@@ -103,7 +103,7 @@ def test_the_feed_forward_is_handed_in_and_called_with_the_context():
             self.seen = context
             return torch.zeros_like(x)
 
-    backends = resolve(BackendConfig(), "cpu", torch.float32)
+    backends = resolve(BackendConfig(), "cpu", torch.float32, head_dim=8)
     recorder = Recorder()
     cache = PackedMetadataCache("segments", True, HostReader())
     block = build_decoder_block(small_model(), 0, recorder, backends, cache, 7)
@@ -118,7 +118,7 @@ def test_bf16_compute_with_fp32_masters():
     x = torch.randn(sequence.num_tokens, 32)
     expected = run_blocks(blocks, x, ForwardContext(sequence))
     # The CPU norm computes in fp32; a bf16 run resolves to torch's.
-    backends = resolve(BackendConfig(), "cpu", torch.bfloat16)
+    backends = resolve(BackendConfig(), "cpu", torch.bfloat16, head_dim=8)
     for module in blocks.modules():
         if hasattr(module, "_kernel") and hasattr(module, "_epsilon"):
             module._kernel = backends.rms_norm

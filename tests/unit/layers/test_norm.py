@@ -6,7 +6,7 @@ from megatron_glue.layers.norm import LayerNorm, RMSNorm, build_norm
 from tests.support.layer_cases import small_model
 from tests.support.tolerances import assert_close
 
-BACKENDS = resolve(BackendConfig(), "cpu", torch.float32)
+BACKENDS = resolve(BackendConfig(), "cpu", torch.float32, head_dim=8)
 
 
 def test_kind_width_and_epsilon_come_from_the_model():
