@@ -1,8 +1,10 @@
 """Products of rows, sorted by expert, with each expert's own weight.
 
-``grouped_mm_torch`` is one call of ``torch.nn.functional.grouped_mm``: one kernel on a GPU, one library loop on a CPU,
-and no host read in either. ``grouped_mm_loop`` multiplies expert by expert; it must read the offsets to slice, which is
-what common stacks do, and is the oracle of the parity test.
+``grouped_mm_torch`` is one call of ``torch.nn.functional.grouped_mm``. In bf16 on SM90 and SM100 that is one kernel,
+forward and for each gradient, and the host waits for nothing. On other GPUs and in other dtypes torch copies the
+offsets to the host and loops over experts; ``GroupedMMWithReads`` is the same product and counts these reads. On a CPU
+torch reads them too, but there is no device to wait for, and nothing is counted. ``GroupedMMLoop`` multiplies expert by
+expert; it must read the offsets to slice, which is what common stacks do, and is the oracle of the parity test.
 
 Called by the experts of an MoE layer. Neither routes nor sorts.
 
@@ -66,8 +68,26 @@ class _ContiguousGradient(torch.autograd.Function):
         return grad_outputs[0].contiguous()
 
 
+def reads_offsets(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the host waits for the offsets in :func:`grouped_mm_torch`.
+
+    Args:
+        device: Where the rows are.
+        dtype: Of rows and weights.
+
+    Returns:
+        False on a CPU and where torch has a kernel that takes the offsets on the device: for bf16 on
+        NVIDIA's compute capabilities 9 and 10.
+    """
+    if device.type == "cpu":
+        return False
+    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.hip or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device)[0] not in (9, 10)
+
+
 def grouped_mm_torch(x_RD: Tensor, weight_eDF: Tensor, offsets_e: Tensor, *, zero_tail: bool = False) -> Tensor:
-    """Multiply all experts in one call. See :class:`GroupedMM`."""
+    """Multiply all experts in one call. See :class:`GroupedMM`, and :func:`reads_offsets` for when the host waits."""
     in_width, out_width = weight_eDF.shape[1:]
     if x_RD.shape[0] == 0:
         # The kernel's backward rejects empty operands. One row past the last offset is never read, and the rank without
@@ -85,6 +105,37 @@ def grouped_mm_torch(x_RD: Tensor, weight_eDF: Tensor, offsets_e: Tensor, *, zer
     if out_pad:
         y_RF = y_RF[:, :out_width]
     return _ZeroTail.apply(y_RF, offsets_e) if zero_tail else y_RF
+
+
+class _CountReads(torch.autograd.Function):
+    """Identity whose backward counts the reads of the backward before it."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RF: Tensor, host_reader: HostReader, num_reads: int) -> Tensor:
+        ctx.host_reader, ctx.num_reads = host_reader, num_reads
+        return y_RF.view_as(y_RF)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        ctx.host_reader.count_reads_of_library(ctx.num_reads)
+        return grad_outputs[0], None, None
+
+
+class GroupedMMWithReads:
+    """:func:`grouped_mm_torch` where torch has no kernel of its own for it. See :class:`GroupedMM`.
+
+    Args:
+        host_reader: Counts the reads of the offsets that torch makes: one for the product, one for each gradient.
+    """
+
+    def __init__(self, host_reader: HostReader) -> None:
+        self._host_reader = host_reader
+
+    def __call__(self, x_RD: Tensor, weight_eDF: Tensor, offsets_e: Tensor, *, zero_tail: bool = False) -> Tensor:
+        """See :class:`GroupedMM`."""
+        self._host_reader.count_reads_of_library(1)
+        y_RF = grouped_mm_torch(x_RD, weight_eDF, offsets_e, zero_tail=zero_tail)
+        return _CountReads.apply(y_RF, self._host_reader, x_RD.requires_grad + weight_eDF.requires_grad)
 
 
 class GroupedMMLoop:

@@ -20,7 +20,13 @@ from megatron_glue.backends.attention_dense import dense_attention
 from megatron_glue.backends.attention_flex import flex_attention
 from megatron_glue.backends.attention_segments import segments_attention
 from megatron_glue.backends.attention_varlen import varlen_attention
-from megatron_glue.backends.grouped_mm import GroupedMM, GroupedMMLoop, grouped_mm_torch
+from megatron_glue.backends.grouped_mm import (
+    GroupedMM,
+    GroupedMMLoop,
+    GroupedMMWithReads,
+    grouped_mm_torch,
+    reads_offsets,
+)
 from megatron_glue.backends.norm import LayerNormKernel, RMSNormKernel, layer_norm_torch, rms_norm_cpu, rms_norm_torch
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import BackendConfig
@@ -46,19 +52,25 @@ class Needs:
     attention_dropout: float = 0.0
 
 
+def _nothing(_needs: Needs) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Entry(Generic[Kernel]):
     """One backend of one role.
 
     Attributes:
         name: As in the configuration.
-        load: Returns the kernel.
+        load: Returns the kernel for these needs.
         why_not: Says why the backend cannot serve these needs, or returns an empty string.
+        caveat: Says what it does less well here than elsewhere, or returns an empty string.
     """
 
     name: str
-    load: Callable[[HostReader], Kernel]
+    load: Callable[[Needs, HostReader], Kernel]
     why_not: Callable[[Needs], str]
+    caveat: Callable[[Needs], str] = _nothing
 
 
 @dataclass(frozen=True)
@@ -90,10 +102,6 @@ class Backends:
     def describe(self) -> str:
         """Say in one line what was chosen and why."""
         return ", ".join(f"{role} {name} ({reason})" for role, name, reason in self.choices)
-
-
-def _always(_needs: Needs) -> str:
-    return ""
 
 
 def _why_not_varlen(needs: Needs) -> str:
@@ -130,6 +138,16 @@ def _why_not_norm_cpu(needs: Needs) -> str:
     return "" if needs.dtype in (torch.float32, torch.float64) else f"it computes in fp32, not in {needs.dtype}"
 
 
+def _load_grouped_mm_torch(needs: Needs, reader: HostReader) -> GroupedMM:
+    return GroupedMMWithReads(reader) if reads_offsets(needs.device, needs.dtype) else grouped_mm_torch
+
+
+def _caveat_of_grouped_mm_torch(needs: Needs) -> str:
+    if not reads_offsets(needs.device, needs.dtype):
+        return ""
+    return "torch reads the offsets on the host except in bf16 on SM90 and SM100"
+
+
 def _why_not_numpy(needs: Needs) -> str:
     return "" if needs.device.type == "cpu" else "it would read device values"
 
@@ -140,26 +158,26 @@ def _why_not_fused(needs: Needs) -> str:
 
 # In the order in which ``auto`` tries them.
 _ATTENTION: tuple[Entry[AttentionKernel], ...] = (
-    Entry("varlen", lambda _: varlen_attention, _why_not_varlen),
-    Entry("segments", lambda _: segments_attention, _always),
-    Entry("flex", lambda _: flex_attention, _why_not_flex),
-    Entry("dense", lambda _: dense_attention, _always),
+    Entry("varlen", lambda *_: varlen_attention, _why_not_varlen),
+    Entry("segments", lambda *_: segments_attention, _nothing),
+    Entry("flex", lambda *_: flex_attention, _why_not_flex),
+    Entry("dense", lambda *_: dense_attention, _nothing),
 )
 _NORM: tuple[Entry[RMSNormKernel], ...] = (
-    Entry("cpu", lambda _: rms_norm_cpu, _why_not_norm_cpu),
-    Entry("torch", lambda _: rms_norm_torch, _always),
+    Entry("cpu", lambda *_: rms_norm_cpu, _why_not_norm_cpu),
+    Entry("torch", lambda *_: rms_norm_torch, _nothing),
 )
 _GROUPED_MM: tuple[Entry[GroupedMM], ...] = (
-    Entry("torch", lambda _: grouped_mm_torch, _always),
-    Entry("loop", GroupedMMLoop, _always),
+    Entry("torch", _load_grouped_mm_torch, _nothing, _caveat_of_grouped_mm_torch),
+    Entry("loop", lambda _, reader: GroupedMMLoop(reader), _nothing),
 )
 _GROUPING: tuple[Entry[str], ...] = (
-    Entry("numpy", lambda _: "numpy", _why_not_numpy),
-    Entry("torch", lambda _: "torch", _always),
+    Entry("numpy", lambda *_: "numpy", _why_not_numpy),
+    Entry("torch", lambda *_: "torch", _nothing),
 )
 _OPTIMIZER: tuple[Entry[str], ...] = (
-    Entry("fused", lambda _: "fused", _why_not_fused),
-    Entry("foreach", lambda _: "foreach", _always),
+    Entry("fused", lambda *_: "fused", _why_not_fused),
+    Entry("foreach", lambda *_: "foreach", _nothing),
 )
 
 
@@ -175,7 +193,8 @@ def _choose(field: str, wanted: str, entries: tuple[Entry[Kernel], ...], needs: 
             continue
         obstacle = entry.why_not(needs)
         if not obstacle:
-            return entry, "; ".join(rejected) or ("configured" if wanted != "auto" else "first choice")
+            why = "; ".join(rejected) or ("configured" if wanted != "auto" else "first choice")
+            return entry, "; ".join(filter(None, (why, entry.caveat(needs))))
         rejected.append(f"not {entry.name}: {obstacle}")
     usable = [entry.name for entry in entries if not entry.why_not(needs)]
     reason = "; ".join(rejected) or "no such backend"
@@ -215,13 +234,13 @@ def resolve(
     grouping, grouping_reason = _choose("grouping_backend", config.grouping_backend, _GROUPING, needs)
     optimizer, optimizer_reason = _choose("optimizer_backend", config.optimizer_backend, _OPTIMIZER, needs)
     return Backends(
-        attention=attention.load(reader),
+        attention=attention.load(needs, reader),
         attention_layout=attention.name,
-        rms_norm=norm.load(reader),
+        rms_norm=norm.load(needs, reader),
         layer_norm=layer_norm_torch,
-        grouped_mm=grouped_mm.load(reader),
-        grouping=grouping.load(reader),
-        optimizer=optimizer.load(reader),
+        grouped_mm=grouped_mm.load(needs, reader),
+        grouping=grouping.load(needs, reader),
+        optimizer=optimizer.load(needs, reader),
         host_reader=reader,
         choices=(
             ("attention", attention.name, attention_reason),

@@ -58,7 +58,8 @@ class GroupedExperts(nn.Module):
             counts_e: int64 rows of each expert, with sum R.
 
         Returns:
-            [R, D] in the same order. Nothing is read on the host, and an expert without rows gets zero gradients.
+            [R, D] in the same order. An expert without rows gets zero gradients. Nothing is read on the host here;
+            whether ``grouped_mm`` does depends on the device (``backends/grouped_mm.py``).
         """
         offsets_e = counts_e.cumsum(0)
         gate_up_eGD, down_eDF = self._weights(x_RD.dtype)

@@ -34,6 +34,14 @@ class HostReader:
         self.count += 1
         return tensor.tolist()
 
+    def count_reads_of_library(self, num_reads: int) -> None:
+        """Count reads that a library call makes on its own, so that they are not hidden by being somebody else's.
+
+        Args:
+            num_reads: How many.
+        """
+        self.count += num_reads
+
     def where(self, mask: Tensor) -> tuple[Tensor, ...]:
         """Find the true elements of a mask; the size of the answer is a device value, so this is a read.
 

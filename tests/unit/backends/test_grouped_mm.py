@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_glue.backends.grouped_mm import GroupedMMLoop, grouped_mm_torch
+from megatron_glue.backends.grouped_mm import GroupedMMLoop, GroupedMMWithReads, grouped_mm_torch, reads_offsets
 from megatron_glue.ops.host_reader import HostReader
 from tests.support.operator_watch import OperatorWatch
 from tests.support.tolerances import assert_close
@@ -79,4 +79,46 @@ def test_one_call_reads_nothing_and_the_loop_reads_once():
     assert watch.synchronising == []
     reader = HostReader()
     GroupedMMLoop(reader)(x, weight, offsets)
+    assert reader.count == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "expected"),
+    [
+        ("cuda", (9, 0), torch.bfloat16, False),
+        ("cuda", (10, 0), torch.bfloat16, False),
+        ("cuda", (9, 0), torch.float32, True),
+        ("cuda", (8, 0), torch.bfloat16, True),
+        ("cuda", (12, 0), torch.bfloat16, True),
+        ("cuda", None, torch.bfloat16, True),
+        ("cpu", None, torch.float32, False),
+    ],
+)
+def test_the_host_waits_except_where_torch_has_a_kernel(monkeypatch, device, capability, dtype, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert reads_offsets(torch.device(device), dtype) is expected
+
+
+@pytest.mark.parametrize(
+    ("x_needs_grad", "weight_needs_grad", "reads"), [(True, True, 3), (False, True, 2), (True, False, 2)]
+)
+@pytest.mark.parametrize("num_rows", [6, 0])
+def test_reads_of_the_library_are_counted_in_both_passes(x_needs_grad, weight_needs_grad, reads, num_rows):
+    x = torch.randn(num_rows, 8, requires_grad=x_needs_grad)
+    weight = torch.randn(3, 8, 4, requires_grad=weight_needs_grad)
+    offsets = torch.tensor([2, 2, 6]).clamp(max=num_rows)
+    reader = HostReader()
+    y = GroupedMMWithReads(reader)(x, weight, offsets)
+    assert reader.count == 1
+    assert torch.equal(y, grouped_mm_torch(x, weight, offsets))
+    y.sum().backward()
+    assert reader.count == reads
+
+
+def test_evaluation_counts_one_read():
+    reader = HostReader()
+    with torch.no_grad():
+        GroupedMMWithReads(reader)(torch.randn(6, 8), torch.randn(3, 8, 4, requires_grad=True), torch.tensor([2, 2, 6]))
     assert reader.count == 1

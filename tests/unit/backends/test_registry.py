@@ -6,7 +6,7 @@ import torch
 from megatron_glue.backends import registry
 from megatron_glue.backends.attention_metadata import METADATA_BUILDERS
 from megatron_glue.backends.attention_segments import segments_attention
-from megatron_glue.backends.grouped_mm import GroupedMMLoop, grouped_mm_torch
+from megatron_glue.backends.grouped_mm import GroupedMMLoop, GroupedMMWithReads, grouped_mm_torch
 from megatron_glue.backends.norm import rms_norm_cpu, rms_norm_torch
 from megatron_glue.backends.registry import resolve
 from megatron_glue.config.errors import ConfigError
@@ -73,6 +73,16 @@ def test_auto_takes_varlen_only_where_its_kernel_runs(gpu, capability, head_dim,
     if reason:
         with pytest.raises(ConfigError, match=reason):
             resolve(BackendConfig(attention_backend="varlen"), "cuda", torch.bfloat16, head_dim=head_dim)
+
+
+@pytest.mark.parametrize(("capability", "reads"), [((9, 0), False), ((10, 0), False), ((8, 0), True), ((12, 0), True)])
+def test_grouped_mm_says_and_counts_that_it_reads_where_torch_does(gpu, capability, reads):
+    gpu(*capability)
+    reader = HostReader()
+    backends = resolve(BackendConfig(), "cuda", torch.bfloat16, head_dim=64, host_reader=reader)
+    assert isinstance(backends.grouped_mm, GroupedMMWithReads) is reads
+    note = "grouped_mm torch (first choice; torch reads the offsets on the host except in bf16 on SM90 and SM100)"
+    assert (note in backends.describe()) is reads
 
 
 def test_a_build_without_cuda_is_a_reason_too(monkeypatch):
