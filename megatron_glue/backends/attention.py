@@ -73,6 +73,23 @@ def cut_padding(x_TXC: Tensor, num_valid_tokens: int) -> Tensor:
     return x_TXC if x_TXC.shape[0] == num_valid_tokens else x_TXC[:num_valid_tokens]
 
 
+def attend_to_nothing(q_0HC: Tensor, k_0GC: Tensor, v_0GC: Tensor) -> Tensor:
+    """Return the output of no tokens, whose gradients are zeros for all three.
+
+    The queries alone would do for the value, but what feeds keys and values alone, such as the norm of the keys, would
+    then get no gradient at all, and the engines that reduce gradients expect one from every rank.
+
+    Args:
+        q_0HC: No queries.
+        k_0GC: No keys.
+        v_0GC: No values.
+
+    Returns:
+        [0, H, C].
+    """
+    return q_0HC + (k_0GC.sum() + v_0GC.sum())
+
+
 def restore_padding(out_VHC: Tensor, num_tokens: int) -> Tensor:
     """Append zero rows up to ``num_tokens``."""
     num_pad_tokens = num_tokens - out_VHC.shape[0]

@@ -2,7 +2,7 @@
 
 Its cost grows with the square of the pack, whatever its documents; it is there to compare with.
 
-Shape suffixes: T tokens, V valid tokens, H query heads, G kv heads, C head dim.
+Shape suffixes: T tokens, V valid tokens, H query heads, G kv heads, C head dim, X heads of either kind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_glue.backends.attention import AttentionDropout, cut_padding, explicit_attention, restore_padding
+from megatron_glue.backends.attention import (
+    AttentionDropout,
+    attend_to_nothing,
+    cut_padding,
+    explicit_attention,
+    restore_padding,
+)
 from megatron_glue.backends.attention_metadata import DenseMetadata
 
 
@@ -27,10 +33,11 @@ def dense_attention(
 ) -> Tensor:
     """Attend under the mask. See :class:`~megatron_glue.backends.attention.AttentionKernel`."""
     num_valid = metadata.num_valid_tokens
-    q_1HVC, k_1GVC, v_1GVC = (cut_padding(x, num_valid).transpose(0, 1)[None] for x in (q_THC, k_TGC, v_TGC))
+    qkv = tuple(cut_padding(x_TXC, num_valid) for x_TXC in (q_THC, k_TGC, v_TGC))
     if num_valid == 0:
-        out_1HVC = q_1HVC
-    elif dropout is None:
+        return restore_padding(attend_to_nothing(*qkv), metadata.num_tokens)
+    q_1HVC, k_1GVC, v_1GVC = (x_VXC.transpose(0, 1)[None] for x_VXC in qkv)
+    if dropout is None:
         out_1HVC = F.scaled_dot_product_attention(
             q_1HVC,
             k_1GVC,

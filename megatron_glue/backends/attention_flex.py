@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_glue.backends.attention import AttentionDropout, cut_padding, restore_padding
+from megatron_glue.backends.attention import AttentionDropout, attend_to_nothing, cut_padding, restore_padding
 from megatron_glue.backends.attention_metadata import FlexMetadata
 
 
@@ -38,7 +38,7 @@ def flex_attention(
     num_valid = metadata.num_valid_tokens
     q_VHC, k_VGC, v_VGC = (cut_padding(x, num_valid) for x in (q_THC, k_TGC, v_TGC))
     if num_valid == 0:
-        return restore_padding(q_VHC, metadata.num_tokens)
+        return restore_padding(attend_to_nothing(q_VHC, k_VGC, v_VGC), metadata.num_tokens)
     out_1HVC = _kernel(q_THC.device.type)(
         *(x.transpose(0, 1)[None] for x in (q_VHC, k_VGC, v_VGC)),
         block_mask=metadata.block_mask,

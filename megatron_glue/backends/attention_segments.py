@@ -19,7 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_glue.backends.attention import AttentionDropout, cut_padding, explicit_attention, restore_padding
+from megatron_glue.backends.attention import (
+    AttentionDropout,
+    attend_to_nothing,
+    cut_padding,
+    explicit_attention,
+    restore_padding,
+)
 from megatron_glue.backends.attention_metadata import SegmentsMetadata
 
 _HAS_FLASH_CPU = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu") and hasattr(
@@ -40,7 +46,7 @@ def segments_attention(
     """Attend inside each segment. See :class:`~megatron_glue.backends.attention.AttentionKernel`."""
     qkv = tuple(cut_padding(x_TXC, metadata.num_valid_tokens) for x_TXC in (q_THC, k_TGC, v_TGC))
     if metadata.num_valid_tokens == 0:
-        out_VHC = qkv[0]
+        out_VHC = attend_to_nothing(*qkv)
     elif dropout is None and _HAS_FLASH_CPU and q_THC.device.type == "cpu":
         out_VHC = _FlashOnCpu.apply(*qkv, metadata, window, scale)
     else:

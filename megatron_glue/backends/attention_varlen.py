@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_glue.backends.attention import AttentionDropout, cut_padding, restore_padding
+from megatron_glue.backends.attention import AttentionDropout, attend_to_nothing, cut_padding, restore_padding
 from megatron_glue.backends.attention_metadata import VarlenMetadata
 
 
@@ -42,7 +42,7 @@ def varlen_attention(
     assert dropout is None, "the registry does not choose this kernel for a model with attention dropout"
     q_VHC, k_VGC, v_VGC = (cut_padding(x, metadata.num_valid_tokens) for x in (q_THC, k_TGC, v_TGC))
     if metadata.num_valid_tokens == 0:
-        return restore_padding(q_VHC, metadata.num_tokens)
+        return restore_padding(attend_to_nothing(q_VHC, k_VGC, v_VGC), metadata.num_tokens)
     varlen_attn, extra = _kernel()
     out_VHC = varlen_attn(
         q_VHC,

@@ -8,7 +8,7 @@ from megatron_glue.layers.block import build_decoder_block
 from megatron_glue.layers.packed_metadata import PackedMetadataCache
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.types import ForwardContext, PackedSequence
-from tests.support.layer_cases import build_blocks, gradients, pack, run_blocks, small_model
+from tests.support.layer_cases import KERNELS, build_blocks, gradients, pack, run_blocks, small_model
 from tests.support.tolerances import assert_close
 
 
@@ -91,10 +91,21 @@ def test_f11_padding_with_nan_reaches_no_gradient():
 
 
 @pytest.mark.parametrize("name", ["only padding", "nothing"])
-def test_f26_a_micro_batch_without_valid_tokens(name):
-    blocks, _ = build_blocks(small_model())
+@pytest.mark.parametrize("layout", ["segments", "dense", "flex", "varlen"])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_f26_a_micro_batch_without_valid_tokens(name, layout, normalization):
+    blocks, cache = build_blocks(small_model(qk_layernorm=True, add_bias_linear=True, normalization=normalization))
+    if layout != "segments":
+        # Not all of them can be resolved on a CPU, but with no tokens each of them runs there.
+        cache.layout = layout
+        for block in blocks:
+            block.attention._kernel = KERNELS[layout]
+    # gradients() refuses parameters without a gradient.
     for grad in gradients(blocks, pack(name)):
         assert torch.isfinite(grad).all()
+    for parameter_name, parameter in blocks.named_parameters():
+        if ".attention." in parameter_name and "out_bias" not in parameter_name:
+            assert not parameter.grad.any(), parameter_name
 
 
 def test_the_feed_forward_is_handed_in_and_called_with_the_context():
