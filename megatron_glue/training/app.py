@@ -155,7 +155,7 @@ def _opening(session: Session, resolved: ResolvedConfig) -> str:
             describe(resolved),
             f"{session.mesh.describe()} on {session.device}, {session.engine.describe()}",
             f"model: {num_parameters:,} parameters on this rank",
-            f"kernels: {built.backends.describe()}, optimizer {session.optimizer.implementation}",
+            f"kernels: {built.backends.describe()}",
             built.activation.describe(),
             f"data: {data.train.num_documents:,} documents, {data.train.num_tokens:,} tokens; held out: "
             f"{data.heldout.num_documents:,} documents; packing efficiency {data.loader.packing_efficiency:.2%}",

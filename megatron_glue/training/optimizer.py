@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from megatron_glue.config.errors import ConfigError
-from megatron_glue.config.sections import BackendConfig, OptimizerConfig
+from megatron_glue.config.sections import OptimizerConfig
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.parallel.gather import global_name
 from megatron_glue.parallel.precision import track_updates
@@ -117,7 +116,7 @@ class GuardedAdamW:
 def build_optimizer(
     named_parameters: Iterable[tuple[str, Parameter]],
     config: OptimizerConfig,
-    backend: BackendConfig,
+    implementation: str,
     device: torch.device,
     *,
     host_reader: HostReader | None = None,
@@ -128,17 +127,15 @@ def build_optimizer(
     Args:
         named_parameters: Names and parameters of the wrapped model; those without ``requires_grad`` are left out.
         config: Optimizer section.
-        backend: Its ``optimizer_backend`` chooses the implementation.
+        implementation: ``fused`` or ``foreach``, from ``Backends.optimizer``.
         device: Where the parameters live.
         host_reader: Counts device reads of the foreach variant; unset: an own one.
         lr_multiplier_of: Factor on the learning rate by global parameter name.
 
     Returns:
         The optimizer, its state allocated.
-
-    Raises:
-        ConfigError: If ``fused`` is asked for and the device has no such kernel.
     """
+    assert implementation in ("fused", "foreach"), "the registry chooses one of the two"
     names: dict[Parameter, str] = {}
     groups: dict[Any, dict[str, Any]] = {}
     for local_name, param in named_parameters:
@@ -153,14 +150,13 @@ def build_optimizer(
         kind = param.device_mesh if isinstance(param, DTensor) else None
         empty = {"params": [], "weight_decay": decay, "lr_multiplier": multiplier}
         groups.setdefault((decay, multiplier, kind), empty)["params"].append(param)
-    use_fused = _use_fused(backend.optimizer_backend, device)
     optimizer = torch.optim.AdamW(
         list(groups.values()),
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
-        fused=use_fused,
-        foreach=not use_fused,
+        fused=implementation == "fused",
+        foreach=implementation == "foreach",
     )
     return GuardedAdamW(optimizer, names, device, host_reader or HostReader())
 
@@ -171,20 +167,6 @@ def is_decayed(name: str, param: Tensor) -> bool:
     A bias is known by its name, because the biases of stacked experts or of a fused projection have two dims.
     """
     return param.dim() > 1 and "bias" not in name.rsplit(".", 1)[-1]
-
-
-def _use_fused(choice: str, device: torch.device) -> bool:
-    if choice == "foreach":
-        return False
-    try:
-        torch.optim.AdamW([torch.zeros(1, device=device, requires_grad=True)], fused=True)
-    except RuntimeError as error:
-        if choice == "fused":
-            raise ConfigError(
-                "optimizer_backend", choice, f"torch has no such kernel for {device.type}", "use auto or foreach"
-            ) from error
-        return False
-    return True
 
 
 def _initial_state(param: Parameter, *, is_fused: bool) -> dict[str, Tensor]:

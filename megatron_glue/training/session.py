@@ -155,7 +155,7 @@ def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, o
     differing = differing_replicas(engine.module, mesh)
     assert not differing, f"parameters differ between ranks before the first step: {differing[:3]}"
     optimizer = build_optimizer(
-        engine.module.named_parameters(), config.optimizer, config.backend, device, host_reader=host_reader
+        engine.module.named_parameters(), config.optimizer, built.backends.optimizer, device, host_reader=host_reader
     )
     return Session(
         config=config,

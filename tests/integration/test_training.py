@@ -37,6 +37,7 @@ def uninterrupted(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict
     command = [*MOE, *ALL_ON, "--data-path", corpus, "--train-iters", "12", "--save", "run"]
     outcome = succeed([*command, "--save-interval", "4", "--summary-path", "s.json"], folder)
     assert "Summary of" in outcome.stdout
+    assert (outcome.stdout + outcome.stderr).count("optimizer fused") == 1
     assert "sample continuation" in outcome.stdout
     return summary(folder / "s.json")
 

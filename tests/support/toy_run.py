@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatron_glue.config.sections import BackendConfig, ModelConfig, OptimizerConfig, RunConfig
+from megatron_glue.config.sections import ModelConfig, OptimizerConfig, RunConfig
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import CheckpointStore, TrainingState
 from megatron_glue.training.optimizer import build_optimizer
@@ -22,9 +22,7 @@ class Run:
         torch.manual_seed(seed)
         self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
         self.model.register_buffer("balance", torch.randn(3))
-        self.optimizer = build_optimizer(
-            self.model.named_parameters(), OptimizerConfig(), BackendConfig(optimizer_backend=backend), CPU
-        )
+        self.optimizer = build_optimizer(self.model.named_parameters(), OptimizerConfig(), backend, CPU)
         self.config = RunConfig(model=ModelConfig(num_layers=num_layers), **config)
         self.store = CheckpointStore(root, 2, ParallelMesh())
         self.iteration = 0

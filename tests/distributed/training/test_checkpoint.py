@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.config.sections import BackendConfig, OptimizerConfig, ParallelConfig, RunConfig
+from megatron_glue.config.sections import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_glue.parallel.collectives import all_reduce_sum
 from megatron_glue.parallel.data_parallel import wrap_data_parallel
 from megatron_glue.parallel.gather import gather_full_parameters
@@ -43,9 +43,7 @@ class Run:
         self.mesh = ParallelMesh.build(parallel, "cpu")
         precision = Precision(torch.float32)
         self.engine = wrap_data_parallel(ToyModel(self.mesh), self.mesh, parallel, precision)
-        self.optimizer = build_optimizer(
-            self.engine.module.named_parameters(), OptimizerConfig(), BackendConfig(optimizer_backend="fused"), CPU
-        )
+        self.optimizer = build_optimizer(self.engine.module.named_parameters(), OptimizerConfig(), "fused", CPU)
         self.store = CheckpointStore(root, 2, self.mesh)
 
     def state(self) -> TrainingState:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.config.sections import BackendConfig, ModelConfig, MoEConfig, OptimizerConfig, RunConfig
+from megatron_glue.config.sections import ModelConfig, MoEConfig, OptimizerConfig, RunConfig
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint_files import CheckpointError
 from megatron_glue.training.checkpoint_state import (
@@ -41,7 +41,7 @@ class Tied(nn.Module):
 
 
 def state_of(model: nn.Module, **fields) -> TrainingState:
-    optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(), BackendConfig(), CPU)
+    optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(), "fused", CPU)
     return TrainingState(model, optimizer, RunConfig(**fields), {"iteration": 3}, {"pack": 5})
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_glue.config.errors import ConfigError
-from megatron_glue.config.sections import BackendConfig, OptimizerConfig
+from megatron_glue.config.sections import OptimizerConfig
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.parallel.precision import local
 from megatron_glue.training.lr_schedule import LearningRateSchedule
@@ -30,8 +29,7 @@ class TinyModel(nn.Module):
 
 
 def build(model: nn.Module, implementation: str, **options) -> GuardedAdamW:
-    backend = BackendConfig(optimizer_backend=implementation)
-    return build_optimizer(model.named_parameters(), OptimizerConfig(), backend, CPU, **options)
+    return build_optimizer(model.named_parameters(), OptimizerConfig(), implementation, CPU, **options)
 
 
 def set_gradients(model: nn.Module, seed: int, *, poison: bool = False) -> None:
@@ -168,16 +166,8 @@ def test_layers_see_the_new_weight_after_an_update(implementation: str) -> None:
     assert torch.equal(after, model.embedding.weight.detach().bfloat16())
 
 
-def test_auto_takes_the_fused_kernel_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build(TinyModel(), "auto").implementation == "fused"
-    original = torch.optim.AdamW.__init__
-
-    def without_fused(self, params, *args, fused=None, **kwargs):
-        if fused:
-            raise RuntimeError("`fused=True` requires all the params to be on a supported device")
-        original(self, params, *args, fused=fused, **kwargs)
-
-    monkeypatch.setattr(torch.optim.AdamW, "__init__", without_fused)
-    assert build(TinyModel(), "auto").implementation == "foreach"
-    with pytest.raises(ConfigError, match="optimizer_backend=fused"):
-        build(TinyModel(), "fused")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_it_is_what_was_chosen(implementation: str) -> None:
+    optimizer = build(TinyModel(), implementation)
+    assert optimizer.implementation == implementation
+    assert optimizer.torch_optimizer.defaults[implementation] is True
