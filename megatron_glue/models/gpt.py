@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glue.layers.dropout import SeededDropout
-from megatron_glue.layers.embedding import TokenEmbedding
+from megatron_glue.layers.embedding import OutputHead, TokenEmbedding
 from megatron_glue.ops.cross_entropy import linear_cross_entropy
 from megatron_glue.parallel.precision import local
 from megatron_glue.types import ForwardContext, PackedBatch
@@ -46,7 +46,7 @@ class GPT(nn.Module):
         embedding: Token ids and positions to the residual stream.
         blocks: Decoder blocks in their shells, each called ``block(x_TD, context) -> x_TD``.
         final_norm: Norm before the output layer.
-        output_head: Module with a ``weight`` [V, D]; ``None`` ties it to the embedding.
+        output_head: The output layer's own weight [V, D]; ``None`` ties it to the embedding.
         dropout: Dropout on the embedded tokens.
         output: The rest of the output layer.
     """
@@ -58,7 +58,7 @@ class GPT(nn.Module):
         embedding: TokenEmbedding,
         blocks: list[nn.Module],
         final_norm: nn.Module,
-        output_head: nn.Module | None,
+        output_head: OutputHead | None,
         dropout: SeededDropout,
         output: OutputConfig,
     ) -> None:
@@ -81,9 +81,12 @@ class GPT(nn.Module):
             fp32 scalar: the sum of the losses of all labelled tokens, 0 if there is none.
         """
         x_TD = self.hidden_states(batch.input_ids_T, context)
+        weight_VD = self._output_weight()
         return linear_cross_entropy(
             x_TD,
-            self._output_weight(),
+            # In the dtype the engine keeps it in: the loss casts an fp32 master for its products, and the sum over
+            # chunks that is the master's gradient arrives unrounded.
+            local(weight_VD, weight_VD.dtype),
             batch.labels_T,
             vocab_size=self.output.vocab_size,
             chunk_tokens=self.output.chunk_tokens,
@@ -117,8 +120,7 @@ class GPT(nn.Module):
             fp32 [vocab_size].
         """
         x_D = self.hidden_states(input_ids_T, context)[row]
-        return (self._output_weight()[: self.output.vocab_size] @ x_D).float()
+        return (local(self._output_weight(), x_D.dtype)[: self.output.vocab_size] @ x_D).float()
 
     def _output_weight(self) -> Tensor:
-        weight_VD = self.embedding.weight if self.output_head is None else self.output_head.weight
-        return local(weight_VD, self.output.compute_dtype)
+        return self.embedding.weight if self.output_head is None else self.output_head.weight
