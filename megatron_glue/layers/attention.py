@@ -29,7 +29,7 @@ from megatron_glue.layers.packed_metadata import PackedMetadataCache
 from megatron_glue.layers.rotary import RotaryConfig, rotary_rows
 from megatron_glue.ops.rope import apply_rope, split_and_rotate
 from megatron_glue.parallel.precision import local
-from megatron_glue.types import ForwardContext
+from megatron_glue.types import ForwardContext, PackedSequence
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PackedAttention(nn.Module):
     Args:
         shape: Sizes and settings.
         backends: Kernels, resolved for the model's head width and attention dropout.
-        metadata_cache: The model's; of the layout that ``backends.attention`` takes.
+        metadata_cache: The model's; of the layout that ``backends.attention`` takes. Angles are shared through it too.
         rotary: RoPE; ``None`` for none.
         qk_norms: Norms over the head dim of queries and of keys; ``None`` for none.
 
@@ -142,7 +142,7 @@ class PackedAttention(nn.Module):
         weight_GPCD = local(self.qkv_weight, x_TD.dtype)
         bias = None if self.qkv_bias is None else local(self.qkv_bias, x_TD.dtype).flatten()
         qkv_TGPC = F.linear(x_TD, weight_GPCD.flatten(0, 2), bias).unflatten(1, weight_GPCD.shape[:3])
-        angles = () if self._rotary is None else rotary_rows(self._rotary, context.sequence)
+        angles = self._angles(context.sequence)
         if self.q_norm is None or self.k_norm is None:
             return split_and_rotate(qkv_TGPC, *angles)
         q_THC, k_TGC, v_TGC = split_and_rotate(qkv_TGPC)
@@ -150,6 +150,13 @@ class PackedAttention(nn.Module):
         if angles:
             q_THC, k_TGC = apply_rope(q_THC, *angles), apply_rope(k_TGC, *angles)
         return q_THC, k_TGC, v_TGC
+
+    def _angles(self, sequence: PackedSequence) -> tuple[Tensor, Tensor] | tuple[()]:
+        """Return cosines and sines [T, R], the same for all layers of the micro-batch; nothing without RoPE."""
+        rotary = self._rotary
+        if rotary is None:
+            return ()
+        return self._metadata_cache.share(sequence, rotary, lambda: rotary_rows(rotary, sequence))
 
     def _dropout(self, context: ForwardContext) -> AttentionDropout | None:
         if self.shape.dropout == 0.0 or not self.training:

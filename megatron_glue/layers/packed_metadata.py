@@ -5,6 +5,8 @@ included, finds it in ``sequence.cache_entries``. Entries belong to the immutabl
 die with it, so nothing is invalidated by hand, micro-batches in flight do not evict each other, and memory does not
 grow with the number of layouts seen.
 
+What else follows from the layout alone is shared in the same way through :meth:`PackedMetadataCache.share`.
+
 Disabled, each call does what common stacks do in every layer: find the boundaries in the batch's DEVICE tensor, read
 them on the host, and build. Values, layout and kernel are the same, so both ways give the same bits.
 
@@ -13,8 +15,8 @@ Shape suffixes: T tokens, S segments (with padding as one more).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from torch import Tensor
 from megatron_glue.backends.attention_metadata import METADATA_BUILDERS, WINDOWED_LAYOUTS, effective_window
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.types import PackedSequence
+
+Value = TypeVar("Value")
 
 
 def read_lengths(segment_ids_T: Tensor, host_reader: HostReader) -> tuple[list[int], int]:
@@ -55,7 +59,7 @@ class PackedMetadataCache:
         host_reader: Counts reads of device values: none when enabled.
 
     Attributes:
-        builds: Times that metadata was built.
+        builds: Times that attention metadata was built.
         reuses: Times that it was found.
     """
 
@@ -67,11 +71,6 @@ class PackedMetadataCache:
         self.host_reader = host_reader
         self.builds = 0
         self.reuses = 0
-
-    @property
-    def reads(self) -> int:
-        """Device values read so far by the reader this cache was given."""
-        return self.host_reader.count
 
     def for_sequence(self, sequence: PackedSequence, window: int = 0) -> Any:
         """Return the metadata of one micro-batch for one kind of layer.
@@ -97,6 +96,28 @@ class PackedMetadataCache:
         else:
             self.reuses += 1
         return entry
+
+    def share(self, sequence: PackedSequence, key: Hashable, build: Callable[[], Value]) -> Value:
+        """Return another value that layers derive from a micro-batch, such as the angles of its positions.
+
+        It is no attention metadata and moves neither counter.
+
+        Args:
+            sequence: The micro-batch.
+            key: What the value depends on beside the sequence and its device.
+            build: Returns the value; called once per micro-batch when the cache is enabled, else in every call.
+
+        Returns:
+            The value; never write to it.
+        """
+        if not self.enabled:
+            return build()
+        key = (key, sequence.device)
+        if key not in sequence.cache_entries:
+            # See _build.
+            with torch.inference_mode(False):
+                sequence.cache_entries[key] = build()
+        return sequence.cache_entries[key]
 
     def _build(self, lengths: Sequence[int], num_pad_tokens: int, device: torch.device, window: int) -> Any:
         self.builds += 1

@@ -1,5 +1,7 @@
 """RoPE tables of a model: built once per device and shared by its layers, never per step.
 
+The rows of a micro-batch are looked up here; that all layers share them is the business of ``packed_metadata.py``.
+
 Shape suffixes: T tokens, P positions, R half of the rotated width.
 """
 

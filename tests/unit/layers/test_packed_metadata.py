@@ -52,7 +52,7 @@ def test_on_builds_once_and_reads_nothing(layout):
     cache, sequence = new_cache(layout), pack("mixed")
     first = cache.for_sequence(sequence)
     assert all(cache.for_sequence(sequence) is first for _ in range(4))
-    assert (cache.builds, cache.reuses, cache.reads) == (1, 4, 0)
+    assert (cache.builds, cache.reuses, cache.host_reader.count) == (1, 4, 0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -60,7 +60,7 @@ def test_off_builds_and_reads_in_every_call(layout):
     cache, sequence = new_cache(layout, enabled=False), pack("mixed")
     for _ in range(4):
         cache.for_sequence(sequence)
-    assert (cache.builds, cache.reuses, cache.reads) == (4, 0, 8)
+    assert (cache.builds, cache.reuses, cache.host_reader.count) == (4, 0, 8)
     assert not sequence.cache_entries
 
 
@@ -72,7 +72,7 @@ def test_a_model_builds_once_per_layout_on_and_once_per_layer_off(layout):
     for enabled in (True, False):
         blocks, cache = build_blocks(model, layout=layout, enabled=enabled)
         gradients(blocks, sequence)
-        counts[enabled] = (cache.builds, cache.reuses, cache.reads)
+        counts[enabled] = (cache.builds, cache.reuses, cache.host_reader.count)
     # Two layouts: the window of layers 0, 1, 3 and 4, and none in layers 2 and 5.
     assert counts == {True: (2, 4, 0), False: (6, 0, 12)}
 
@@ -92,7 +92,7 @@ def test_f25_a_forward_and_backward_reads_no_device_value(layout):
     with OperatorWatch() as watch:
         gradients(blocks, pack("mixed"))
     assert watch.synchronising == []
-    assert cache.reads == 0
+    assert cache.host_reader.count == 0
 
 
 def test_off_does_wait_for_the_device():

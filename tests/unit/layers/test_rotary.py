@@ -1,11 +1,14 @@
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.layers.packed_metadata import PackedMetadataCache
 from megatron_glue.layers.rotary import RotaryConfig, rotary_rows
+from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.ops.rope import rope_table
-from megatron_glue.types import PackedSequence
-from tests.support.layer_cases import build_blocks, gradients, pack, small_model
+from megatron_glue.types import ForwardContext, PackedSequence
+from tests.support.layer_cases import build_blocks, gradients, pack, run_blocks, small_model
 from tests.support.operator_watch import OperatorWatch
 
 
@@ -44,3 +47,61 @@ def test_f21_tables_follow_the_device():
     assert rotary_rows(config, sequence)[0].device.type == "cpu"
     assert rotary_rows(config, sequence.to("meta"))[0].device.type == "meta"
     assert rotary_rows(config, sequence)[0].device.type == "cpu"
+
+
+def rows_looked_up(*, enabled: bool, recompute: bool = False) -> int:
+    """Tables gathered from in one pass over three layers."""
+    blocks, cache = build_blocks(small_model(window_size=6, window_attn_skip_freq=3), enabled=enabled)
+    sequence = pack("one")
+    gradients(blocks, PackedSequence.from_lengths([3]))
+    x = torch.randn(sequence.num_tokens, 32, requires_grad=True)
+    builds, reuses = cache.builds, cache.reuses
+    with OperatorWatch() as watch:
+        y = x
+        for block in blocks:
+            context = ForwardContext(sequence)
+            y = checkpoint(block, y, context, use_reentrant=False) if recompute else block(y, context)
+        y.sum().backward()
+    if enabled:
+        # Two windows; angles are not counted among the metadata of attention.
+        assert (cache.builds - builds, cache.reuses - reuses) == (2, 4 if recompute else 1)
+    return watch.calls.count("aten::index_select")
+
+
+def test_layers_share_the_rows_of_a_micro_batch():
+    assert rows_looked_up(enabled=True) == 2
+    assert rows_looked_up(enabled=True, recompute=True) == 2
+    assert rows_looked_up(enabled=False) == 6
+    assert rows_looked_up(enabled=False, recompute=True) == 12
+
+
+def test_rows_of_other_tables_are_other_entries():
+    sequence, cache = PackedSequence.from_lengths([5]), PackedMetadataCache("dense", True, HostReader())
+
+    def rows(base):
+        config = RotaryConfig(16, 4, base)
+        return cache.share(sequence, config, lambda: rotary_rows(config, sequence))
+
+    first, second = rows(10.0), rows(1000.0)
+    assert not torch.equal(first[0], second[0])
+    assert rows(10.0) is first
+    assert (cache.builds, cache.reuses) == (0, 0)
+
+
+def test_rows_born_in_evaluation_serve_training():
+    blocks, _ = build_blocks(small_model())
+    sequence = pack("mixed")
+    with torch.inference_mode():
+        run_blocks(blocks, torch.randn(sequence.num_tokens, 32), ForwardContext(sequence))
+    gradients(blocks, sequence)
+
+
+@pytest.mark.parametrize("qk_layernorm", [False, True])
+def test_shared_rows_change_no_bit(qk_layernorm):
+    model = small_model(rotary_percent=0.5, qk_layernorm=qk_layernorm)
+    sequences = [PackedSequence.from_lengths([9, 30, 4], 3, position_starts=[0, 17, 5]) for _ in range(2)]
+    on, off = (
+        gradients(build_blocks(model, enabled=enabled)[0], sequence)
+        for enabled, sequence in zip((True, False), sequences, strict=True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(on, off, strict=True))
