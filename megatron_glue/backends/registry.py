@@ -29,6 +29,7 @@ from megatron_glue.backends.grouped_mm import (
 )
 from megatron_glue.backends.norm import LayerNormKernel, RMSNormKernel, layer_norm_torch, rms_norm_cpu, rms_norm_torch
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import BackendConfig
 from megatron_glue.ops.host_reader import HostReader
 
@@ -198,7 +199,7 @@ def _choose(field: str, wanted: str, entries: tuple[Entry[Kernel], ...], needs: 
         rejected.append(f"not {entry.name}: {obstacle}")
     usable = [entry.name for entry in entries if not entry.why_not(needs)]
     reason = "; ".join(rejected) or "no such backend"
-    raise ConfigError(field, wanted, reason, f"use auto or one of {usable}")
+    raise ConfigError(flag_of(field), wanted, reason, f"use auto or one of {usable}")
 
 
 def resolve(

@@ -145,6 +145,8 @@ def _experts(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
                 "give --num-experts or set it to 0",
             )
         return
+    if config.model.add_bias_linear:
+        yield _error("add_bias_linear", "on", "routed experts have no biases", "give --disable-bias-linear")
     if moe.moe_router_topk > moe.num_experts:
         yield _error(
             "moe_router_topk",

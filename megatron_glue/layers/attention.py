@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megatron_glue.backends.attention import AttentionDropout
 from megatron_glue.backends.registry import Backends
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ModelConfig
 from megatron_glue.layers.dropout import site_seed
 from megatron_glue.layers.initialisation import init_normal_, residual_std
@@ -96,7 +97,7 @@ class PackedAttention(nn.Module):
         super().__init__()
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(
-                "num_query_groups",
+                flag_of("num_query_groups"),
                 shape.num_kv_heads,
                 f"does not divide the {shape.num_heads} query heads",
                 "choose a divisor of --num-attention-heads",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ModelConfig
 from megatron_glue.ops.rope import rope_table
 from megatron_glue.types import PackedSequence
@@ -27,7 +28,7 @@ def num_table_positions(model: ModelConfig) -> int:
     """
     if model.max_position_embeddings is None:
         raise ConfigError(
-            "max_position_embeddings",
+            flag_of("max_position_embeddings"),
             None,
             f"{model.position_embedding_type} positions need the length of their table",
             "set it, at least to the sequence length",
@@ -61,7 +62,7 @@ class RotaryConfig:
         rotary_dim = int(model.head_dim * model.rotary_percent) // 2 * 2
         if rotary_dim == 0:
             raise ConfigError(
-                "rotary_percent",
+                flag_of("rotary_percent"),
                 model.rotary_percent,
                 f"rotates less than one pair of a head of {model.head_dim}",
                 "raise it, or choose --position-embedding-type none",
@@ -91,7 +92,8 @@ def rotary_rows(config: RotaryConfig, sequence: PackedSequence) -> tuple[Tensor,
     """
     end = max((start + length for start, length in zip(sequence.position_starts, sequence.lengths)), default=0)
     if end > config.num_positions:
-        raise ValueError(f"position {end - 1}: max_position_embeddings={config.num_positions} ends before it")
+        flag = flag_of("max_position_embeddings")
+        raise ValueError(f"position {end - 1}: {flag}={config.num_positions} ends before it")
     cos_PR, sin_PR = _tables(config, sequence.device)
     positions_T = sequence.positions_T
     return cos_PR.index_select(0, positions_T), sin_PR.index_select(0, positions_T)

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_glue.backends.grouped_mm import GroupedMM
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ModelConfig, MoEConfig
 from megatron_glue.layers.initialisation import init_expert_normal_, init_normal_, residual_std
 from megatron_glue.layers.mlp import build_feed_forward
@@ -87,13 +88,15 @@ def build_moe_layer(
     num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     if moe.num_experts % num_ranks:
         raise ConfigError(
-            "expert_model_parallel_size",
+            flag_of("expert_model_parallel_size"),
             num_ranks,
             f"does not divide --num-experts {moe.num_experts}",
             "use a divisor of the number of experts",
         )
     if model.add_bias_linear:
-        raise ConfigError("add_bias_linear", True, "routed experts have no biases", "give --disable-bias-linear")
+        raise ConfigError(
+            flag_of("add_bias_linear"), "on", "routed experts have no biases", "give --disable-bias-linear"
+        )
     router = Router(
         model.hidden_size,
         RouterConfig(

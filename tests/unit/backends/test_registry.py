@@ -10,6 +10,7 @@ from megatron_glue.backends.grouped_mm import GroupedMMLoop, GroupedMMWithReads,
 from megatron_glue.backends.norm import rms_norm_cpu, rms_norm_torch
 from megatron_glue.backends.registry import resolve
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import BackendConfig
 from megatron_glue.ops.host_reader import HostReader
 
@@ -113,7 +114,8 @@ def test_a_named_backend_that_cannot_be_had_is_an_error_with_the_reason(config, 
     needs = {"device": "cpu", "dtype": torch.float32, "head_dim": 64} | needs
     with pytest.raises(ConfigError, match=reason) as caught:
         resolve(BackendConfig(**config), **needs)
-    assert caught.value.field == field
+    assert caught.value.field == flag_of(field)
+    assert caught.value.field.startswith("--")
     assert "use auto or one of" in caught.value.remedy
 
 

@@ -56,6 +56,7 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "--moe-shared-expert-intermediate-size",
         "there are none",
     ),
+    ("expert biases", {"model": {"add_bias_linear": True}, "moe": EXPERTS}, 1, "--add-bias-linear", "have no biases"),
     ("topk", {"moe": {"num_experts": 4, "moe_router_topk": 5}}, 1, "--moe-router-topk", "exceeds --num-experts 4"),
     (
         "experts by ep",
@@ -101,6 +102,7 @@ PASSING: list[tuple[str, dict[str, Any], int]] = [
     ("heads of their own width", {"model": {"hidden_size": 250, "kv_channels": 64}}, 1),
     ("grouped queries", {"model": {"num_query_groups": 2}}, 1),
     ("odd heads without rope", {"model": {"kv_channels": 33, "position_embedding_type": "none"}}, 1),
+    ("biases of a dense model", {"model": {"add_bias_linear": True}}, 1),
     ("half rope", {"model": {"rotary_percent": 0.5}}, 1),
     ("short table unused", {"model": {"max_position_embeddings": 512, "position_embedding_type": "none"}}, 1),
     ("topk of a dense model", {"moe": {"moe_router_topk": 2}}, 1),

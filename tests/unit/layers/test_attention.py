@@ -88,12 +88,12 @@ def test_windows_alternate_by_layer():
 
 def test_a_position_beyond_the_table_is_named():
     attention = build(small_model(max_position_embeddings=16))
-    with pytest.raises(ValueError, match="position 19: max_position_embeddings=16"):
+    with pytest.raises(ValueError, match="position 19: --max-position-embeddings=16"):
         attention(torch.randn(10, 32), ForwardContext(PackedSequence.from_lengths([10], position_starts=[10])))
 
 
 def test_heads_that_do_not_divide_are_named():
-    with pytest.raises(ConfigError, match="num_query_groups=3"):
+    with pytest.raises(ConfigError, match="--num-query-groups=3"):
         build(small_model(num_query_groups=3))
 
 

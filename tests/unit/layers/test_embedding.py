@@ -45,7 +45,7 @@ def test_sinusoidal_positions_from_a_table_that_is_built_once():
 @pytest.mark.parametrize("kind", ["learned", "sinusoidal"])
 def test_a_table_of_unknown_length_is_named(kind):
     model = small_model(position_embedding_type=kind, max_position_embeddings=None)
-    with pytest.raises(ConfigError, match="max_position_embeddings"):
+    with pytest.raises(ConfigError, match="--max-position-embeddings"):
         build_token_embedding(model, 100, 7)
 
 

@@ -19,9 +19,9 @@ def test_settings_come_from_the_model():
 
 
 def test_contradictions_are_named():
-    with pytest.raises(ConfigError, match="rotary_percent"):
+    with pytest.raises(ConfigError, match=r"--rotary-percent=0\.1"):
         RotaryConfig.of_model(small_model(rotary_percent=0.1))
-    with pytest.raises(ConfigError, match="max_position_embeddings"):
+    with pytest.raises(ConfigError, match="--max-position-embeddings=None"):
         RotaryConfig.of_model(small_model(max_position_embeddings=None))
 
 

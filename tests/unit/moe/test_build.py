@@ -111,7 +111,7 @@ def test_the_shared_expert_is_built_with_its_own_width():
 
 
 def test_what_cannot_be_built_is_refused():
-    with pytest.raises(ConfigError, match="expert_model_parallel_size=4"):
+    with pytest.raises(ConfigError, match="--expert-model-parallel-size=4"):
         build(group=FakeGroup(0, 4))
-    with pytest.raises(ConfigError, match="add_bias_linear"):
+    with pytest.raises(ConfigError, match="--add-bias-linear=on"):
         build(ModelConfig(hidden_size=16, add_bias_linear=True))
