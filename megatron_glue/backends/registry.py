@@ -86,7 +86,6 @@ class Backends:
         grouped_mm: Product of grouped rows and expert weights.
         grouping: ``numpy`` or ``torch``, for ``ops.grouping.group_tokens``.
         optimizer: ``fused`` or ``foreach``.
-        host_reader: Counts what kernels read.
         choices: (role, name, reason) of each choice.
     """
 
@@ -97,7 +96,6 @@ class Backends:
     grouped_mm: GroupedMM
     grouping: Any
     optimizer: str
-    host_reader: HostReader
     choices: tuple[tuple[str, str, str], ...]
 
     def describe(self) -> str:
@@ -242,7 +240,6 @@ def resolve(
         grouped_mm=grouped_mm.load(needs, reader),
         grouping=grouping.load(needs, reader),
         optimizer=optimizer.load(needs, reader),
-        host_reader=reader,
         choices=(
             ("attention", attention.name, attention_reason),
             ("norm", norm.name, norm_reason),

@@ -17,6 +17,7 @@ from megatron_glue.config.sections import BackendConfig, ModelConfig
 from megatron_glue.layers.block import DecoderBlock, build_decoder_block
 from megatron_glue.layers.mlp import build_feed_forward
 from megatron_glue.layers.packed_metadata import PackedMetadataCache
+from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.types import ForwardContext, PackedSequence
 
 KERNELS: dict[str, Any] = {
@@ -83,7 +84,7 @@ def build_blocks(
         head_dim=model.head_dim,
         attention_dropout=model.attention_dropout,
     )
-    cache = PackedMetadataCache(layout, enabled, backends.host_reader)
+    cache = PackedMetadataCache(layout, enabled, HostReader())
     blocks: list[DecoderBlock] = [
         build_decoder_block(model, layer, build_feed_forward(model, f"blocks.{layer}.ffn", seed), backends, cache, seed)
         for layer in range(model.num_layers)
