@@ -101,8 +101,16 @@ def read_json(path: Path) -> Any:
 
 
 def to_json(value: Any) -> bytes:
-    """JSON text of a checkpoint's file."""
-    return (json.dumps(value, indent=1) + "\n").encode()
+    """JSON text of a checkpoint's file: a line per entry of a mapping, and one per list, which may be long."""
+    return (_json_text(value, "") + "\n").encode()
+
+
+def _json_text(value: Any, margin: str) -> str:
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    inner = margin + " "
+    entries = [f"{inner}{json.dumps(str(key))}: {_json_text(entry, inner)}" for key, entry in value.items()]
+    return "{\n" + ",\n".join(entries) + f"\n{margin}}}"
 
 
 def describe_files(paths: Iterable[Path]) -> dict[str, Any]:

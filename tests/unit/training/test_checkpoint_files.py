@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,13 @@ def test_publish_names_the_step_and_leaves_nothing_else(tmp_path: Path) -> None:
     assert files.latest_step(tmp_path) == 3
     assert files.is_current(tmp_path, 3)
     files.verify_files(folder)
+
+
+def test_json_has_a_line_per_entry_and_one_for_a_whole_history() -> None:
+    facts = {"losses": [0.1 * step for step in range(1000)], "empty": {}, "model": {"a b": None, "c": [{"d": 1}, True]}}
+    text = files.to_json(facts)
+    assert json.loads(text) == facts
+    assert len(text.splitlines()) == len(["{", "losses", "empty", "model", "a b", "c", "}", "}"])
 
 
 def test_unpublished_and_empty_folders_are_no_checkpoints(tmp_path: Path) -> None:
