@@ -2,13 +2,15 @@
 
 Order of a save: unpublished folder, every rank's slices (durable), every rank's checksums of its own files, facts and
 manifest, a check of the whole, the rename that publishes, ``latest``, pruning. Between these stations all ranks agree
-whether all is well, so none waits for one that failed. Stands between two optimizer steps; it blocks them.
+whether all is well, so none waits for one that failed; what is no collective has a station of its own, before those
+that are. Stands between two optimizer steps; it blocks them.
 
 ``checkpoint_files.py`` knows folders, ``checkpoint_tensors.py`` tensors on disk, ``checkpoint_state.py`` what is saved.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.yaml_files import to_yaml
 from megatron_glue.parallel.collectives import all_reduce_max, max_over_ranks
 from megatron_glue.parallel.mesh import ParallelMesh
@@ -32,6 +35,8 @@ FACTS_NAME = "meta.json"
 CONFIG_NAME = "config.yaml"
 _MESSAGE_BYTES = 1024
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointStore:
@@ -84,9 +89,10 @@ class CheckpointStore:
         folder = final.with_name(final.name + files.INCOMPLETE_SUFFIX)
         try:
             self._together(lambda: files.start_folder(self.root, step) if self._is_first else None)
-            self._together(lambda: self._write_share(folder, state))
-            facts = contents.collect_facts(state, step, self._mesh)
-            self._together(lambda: self._complete(folder, state, facts) if self._is_first else None)
+            tensors = self._together(lambda: self._tensors_to_save(state))
+            self._together(lambda: write_tensors(folder, tensors, self._group))
+            self._together(lambda: self._describe_share(folder))
+            self._together(lambda: self._complete(folder, state, step) if self._is_first else None)
         except CheckpointError as error:
             # Room is what a full disk needs most. What cannot be removed now, the next save removes.
             self._together(lambda: shutil.rmtree(folder, ignore_errors=True) if self._is_first else None)
@@ -111,27 +117,32 @@ class CheckpointStore:
             ConfigError: If it is the checkpoint of another model.
         """
         path = Path(path)
-        tensors = contents.collect_tensors(state, self._mesh)
+        tensors = self._together(lambda: contents.collect_tensors(state, self._mesh))
         self._together(lambda: files.verify_files(path, part=self._mesh.rank, num_parts=self._mesh.world_size))
         facts, index = self._together(lambda: self._check_fit(path, state, tensors))
-        device = _device_of(state)
-        generators = contents.rng_tensors(device, self._mesh) if state.optimizer is not None else {}
-        generators = {name: tensor for name, tensor in generators.items() if name in index}
+        generators = self._together(lambda: self._saved_generators(state, index))
         self._together(lambda: read_tensors(path, tensors | generators, self._group))
-        contents.restore_rng(generators, device)
+        self._together(lambda: contents.restore_rng(generators, _device_of(state)))
         if state.optimizer is not None:
             state.optimizer.num_skipped_updates = facts["num_skipped_updates"]
         return LoadedCheckpoint(facts["step"], facts["counters"], facts["data_position"], facts["config"])
 
-    def _write_share(self, folder: Path, state: TrainingState) -> None:
-        """This rank's tensors, and the checksums of the files they went to."""
-        tensors = contents.collect_tensors(state, self._mesh) | contents.rng_tensors(_device_of(state), self._mesh)
-        write_tensors(folder, tensors, self._group)
+    def _tensors_to_save(self, state: TrainingState) -> dict[str, Tensor]:
+        return contents.collect_tensors(state, self._mesh) | contents.rng_tensors(_device_of(state), self._mesh)
+
+    def _saved_generators(self, state: TrainingState, index: dict[str, SavedTensor]) -> dict[str, Tensor]:
+        """Where to read the states of generators that this rank has and the checkpoint too."""
+        own = contents.rng_tensors(_device_of(state), self._mesh) if state.optimizer is not None else {}
+        return {name: tensor for name, tensor in own.items() if name in index}
+
+    def _describe_share(self, folder: Path) -> None:
+        """The checksums of the files that this rank's tensors went to."""
         own = sorted(folder.glob(f"__{self._mesh.rank}_*"))
         files.write_durably(self._share_path(folder, self._mesh.rank), files.to_json(files.describe_files(own)))
 
-    def _complete(self, folder: Path, state: TrainingState, facts: dict[str, Any]) -> None:
+    def _complete(self, folder: Path, state: TrainingState, step: int) -> None:
         """Facts and manifest; then check and publish."""
+        facts = contents.collect_facts(state, step, self._mesh)
         files.write_durably(folder / FACTS_NAME, files.to_json(facts))
         files.write_durably(folder / CONFIG_NAME, to_yaml(state.config).encode())
         shares = [self._share_path(folder, rank) for rank in range(self._mesh.world_size)]
@@ -172,22 +183,39 @@ class CheckpointStore:
         return None if shared < 0 else shared
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Do this rank's part; return once all ranks have done theirs, raise on all if one failed."""
-        failure: Exception | None = None
+        """Do this rank's part; return once all ranks have done theirs, raise on all if one failed.
+
+        ``work`` is either no collective, or one that ends on all ranks alike, as those of DCP do.
+
+        Raises:
+            ConfigError: Where ``work`` raised it.
+            CheckpointError: On all other ranks then; and on all ranks if ``work`` raised anything else.
+        """
+        failure: CheckpointError | ConfigError | None = None
         result: T | None = None
         try:
             result = work()
-        except OSError as error:
-            failure = CheckpointError(f"{error.filename or self.root}: {error.strerror or error}")
-            failure.__cause__ = error
         except Exception as error:
-            failure = error
+            failure = self._as_one_line(error)
         message = _first_message(str(failure) if failure else "", self._mesh)
         if failure is not None:
             raise failure
         if message:
             raise CheckpointError(message)
         return result  # pyright: ignore[reportReturnType]
+
+    def _as_one_line(self, error: Exception) -> CheckpointError | ConfigError:
+        """What a rank raises instead of an error, so that all ranks see the same kind and take the same way on."""
+        if isinstance(error, CheckpointError | ConfigError):
+            return error
+        if isinstance(error, OSError):
+            line = f"{error.filename or self.root}: {error.strerror or error}"
+        else:
+            logger.debug("an error that is no full disk and no damaged file", exc_info=error)
+            line = f"{self.root}: {type(error).__name__}: {' '.join(str(error).split())}"
+        failure = CheckpointError(line)
+        failure.__cause__ = error
+        return failure
 
 
 def _first_message(message: str, mesh: ParallelMesh) -> str:

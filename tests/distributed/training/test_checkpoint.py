@@ -17,7 +17,7 @@ from megatron_glue.parallel.gather import gather_full_parameters
 from megatron_glue.parallel.grad_norm import global_grad_norm
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import Precision
-from megatron_glue.training import checkpoint_tensors
+from megatron_glue.training import checkpoint_files, checkpoint_state, checkpoint_tensors
 from megatron_glue.training.checkpoint import CheckpointError, CheckpointStore, TrainingState
 from megatron_glue.training.optimizer import build_optimizer
 from tests.support.processes import run_distributed
@@ -196,6 +196,44 @@ def test_a_full_disk_on_one_rank_stops_all_alike(tmp_path: Path, failing_rank: i
     assert f"rank {failing_rank}: No space left on device" in line
     assert "step 2 was not saved, earlier checkpoints are untouched" in line
     assert "\n" not in line
+
+
+def fail_unexpectedly(rank: int, world_size: int, root: str, station: str) -> list[str]:
+    run = Run(root, "ddp", 2)
+    run.train(1)
+    run.store.save(1, run.state())
+    module = checkpoint_files if station == "describe_files" else checkpoint_state
+    real = getattr(module, station)
+
+    def fail(*_args) -> None:
+        raise ValueError("broken")
+
+    told = []
+    for work in (
+        lambda: run.store.save(2, run.state()),
+        lambda: run.store.load(Path(root) / "step_00000001", run.state()),
+    ):
+        if rank == 1:
+            setattr(module, station, fail)
+        try:
+            work()
+        except CheckpointError as error:
+            told.append(str(error))
+        finally:
+            setattr(module, station, real)
+    run.store.save(2, run.state())
+    return told
+
+
+@pytest.mark.parametrize(
+    ("station", "num_failures"), [("collect_tensors", 2), ("rng_tensors", 2), ("describe_files", 1)]
+)
+def test_an_unexpected_error_on_one_rank_stops_all_alike(tmp_path: Path, station: str, num_failures: int) -> None:
+    """Before one rank's part of a collective above all: the others would wait in it."""
+    answers = run_distributed(fail_unexpectedly, 2, str(tmp_path), station)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == num_failures
+    assert all("ValueError: broken" in line for line in answers[0])
 
 
 def load_damaged(rank: int, world_size: int, root: str) -> list[str]:

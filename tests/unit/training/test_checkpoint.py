@@ -14,6 +14,7 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.yaml_files import read_yaml
 from megatron_glue.parallel.precision import local
 from megatron_glue.training import checkpoint_files as files
+from megatron_glue.training import checkpoint_state
 from megatron_glue.training.checkpoint import CheckpointError
 from tests.support.toy_run import Run
 
@@ -175,6 +176,26 @@ def test_a_full_disk_leaves_earlier_checkpoints(tmp_path: Path, station: str, mo
     other.store.load(path, other.state())
     assert all(torch.equal(tensor, saved[name]) for name, tensor in other.tensors().items())
     assert run.save() == tmp_path / "step_00000002"
+
+
+@pytest.mark.parametrize("station", ["collect_tensors", "collect_facts"])
+def test_an_unexpected_error_is_told_like_any_other(
+    tmp_path: Path, station: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+
+    def fail(*_args) -> None:
+        raise AssertionError("two tensors\nare called a")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_state, station, fail)
+        with pytest.raises(
+            CheckpointError, match=r"step 0 was not saved.*AssertionError: two tensors are called a"
+        ) as caught:
+            run.save()
+    assert isinstance(caught.value.__cause__.__cause__, AssertionError)
+    assert list(tmp_path.iterdir()) == []
+    run.store.load(run.save(), run.state())
 
 
 def test_a_file_size_limit_stands_for_a_full_disk(tmp_path: Path) -> None:
