@@ -232,6 +232,17 @@ def _recompute(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
             )
 
 
+def _name(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    name = config.training.name
+    if "/" in name or os.sep in name:
+        yield _error(
+            "name",
+            name,
+            "names a folder below runs/ and may not lead elsewhere",
+            "leave path separators out, or choose the folder with --save",
+        )
+
+
 def _offload_folder(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
     folder = config.activation.activation_offload_dir
     if folder is None or not config.offload:
@@ -257,6 +268,7 @@ RULES: tuple[Rule, ...] = (
     _layout,
     _learning_rate,
     _recompute,
+    _name,
     _offload_folder,
 )
 """All rules, most basic first."""

@@ -82,6 +82,7 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "--lr-wsd-decay-iters",
         "90 iterations",
     ),
+    ("name with a path", {"training": {"name": "a/../../b"}}, 1, "--name", "may not lead elsewhere"),
     (
         "double buffer without recompute",
         {"training": {"accelerator": {"enable_double_buffer": True}}, "activation": {"recompute_granularity": "none"}},
@@ -109,6 +110,7 @@ PASSING: list[tuple[str, dict[str, Any], int]] = [
     ("pattern", {"moe": {**EXPERTS, "moe_layer_freq": [0, 1, 0, 1]}}, 1),
     ("ep", {"moe": EXPERTS, "parallel": {"expert_model_parallel_size": 2}}, 2),
     ("constant lr below min", {"optimizer": {"lr": 1e-4, "lr_decay_style": "constant"}}, 1),
+    ("name with dots", {"training": {"name": "a..b 2.0"}}, 1),
     ("short smoke run", {"training": {"train_iters": 3}}, 1),
 ]
 
