@@ -168,7 +168,7 @@ def _layout(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     if world_size % split:
         yield ConfigError(
-            "world size",
+            "WORLD_SIZE",
             world_size,
             f"is no multiple of tensor x pipeline x context parallel size ({split})",
             "start another number of processes",

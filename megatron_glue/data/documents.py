@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import DataConfig
 from megatron_glue.data.corpus import load_standard_library
 from megatron_glue.data.jsonl import read_texts
@@ -130,7 +131,10 @@ def tokenize_documents(texts: Iterable[str], tokenizer: Tokenizer, *, append_eod
     """
     if append_eod and tokenizer.eod_id is None:
         raise ConfigError(
-            "tokenizer", type(tokenizer).__name__, "has no end-of-document id", "use a tokenizer with one, e.g. byte"
+            flag_of("tokenizer_type"),
+            type(tokenizer).__name__,
+            "has no end-of-document id",
+            "use a tokenizer with one, e.g. byte",
         )
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     ending = np.array([tokenizer.eod_id] if append_eod else [], dtype=dtype).tobytes()

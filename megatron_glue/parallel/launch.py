@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_glue.config.environment import RankEnvironment
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -38,16 +39,17 @@ def choose_device(name: str, environment: RankEnvironment) -> torch.device:
     """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ConfigError("device", name, "this machine or this build of torch has no CUDA device", "use cpu or auto")
+        reason = "this machine or this build of torch has no CUDA device"
+        raise ConfigError(flag_of("device"), name, reason, "give --device cpu or --device auto")
     if name == "cpu" or not available:
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
     if environment.local_rank >= num_gpus:
         raise ConfigError(
-            "device",
+            flag_of("device"),
             name,
             f"local rank {environment.local_rank} has no GPU of its own ({num_gpus} here)",
-            "start one process per GPU",
+            "start one process per GPU, or give --device cpu",
         )
     return torch.device("cuda", environment.local_rank)
 

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ParallelConfig
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -79,12 +80,12 @@ class ParallelMesh:
         """
         for field in _AXES_OF_SIZE_ONE:
             if (size := getattr(parallel, field)) != 1:
-                raise ConfigError(field, size, "this axis is not available yet", "set it to 1")
+                raise ConfigError(flag_of(field), size, "this axis is not available yet", "set it to 1")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         ep_size = parallel.expert_model_parallel_size
         if world_size % ep_size:
             raise ConfigError(
-                "expert_model_parallel_size",
+                flag_of("expert_model_parallel_size"),
                 ep_size,
                 f"does not divide the {world_size} data-parallel ranks",
                 "use a divisor of their number",

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 
 _CACHE_ATTRIBUTE = "_compute_copy"
 _FULL_PRECISION_ATTRIBUTE = "_keeps_full_precision"
@@ -56,7 +57,7 @@ class Precision:
         if name == "auto":
             name = "fp32" if device_type == "cpu" else "bf16"
         if name not in _COMPUTE_DTYPES:
-            raise ConfigError("precision", name, "unknown", f"use auto or one of {sorted(_COMPUTE_DTYPES)}")
+            raise ConfigError(flag_of("precision"), name, "unknown", f"use auto or one of {sorted(_COMPUTE_DTYPES)}")
         return cls(_COMPUTE_DTYPES[name])
 
     @property

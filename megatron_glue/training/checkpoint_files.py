@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 
 LATEST_NAME = "latest"
 MANIFEST_NAME = "manifest.json"
@@ -62,7 +63,7 @@ def check_writable(root: Path) -> None:
             os.unlink(name)
     except OSError as error:
         reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
-        raise ConfigError("save", root, f"cannot be written: {reason}", "choose a writable folder") from error
+        raise ConfigError(flag_of("save"), root, f"cannot be written: {reason}", "choose a writable folder") from error
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import megatron_glue
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import field_specs, flag_of, value_to_word
 from megatron_glue.config.loading import as_dict
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.parallel.gather import global_name
@@ -27,6 +28,18 @@ from megatron_glue.training.checkpoint_tensors import SavedTensor
 from megatron_glue.training.optimizer import GuardedAdamW
 
 FORMAT = 1
+
+_FOLLOWING = frozenset(
+    {
+        "ffn_hidden_size",
+        "num_query_groups",
+        "kv_channels",
+        "max_position_embeddings",
+        "moe_ffn_hidden_size",
+        "moe_layers",
+    }
+)
+"""Facts of a model that follow from other settings where their own field is unset."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,17 +191,59 @@ def check_same_model(saved: Mapping[str, Any], config: RunConfig, path: object) 
         path: The checkpoint, for the message.
 
     Raises:
-        ConfigError: Naming every setting that differs, with both values.
+        ConfigError: Naming the flag of every setting that has to be another, with both values.
     """
     present = model_facts(config)
-    names = [name for name in (present | dict(saved)) if present.get(name) != saved.get(name)]
-    if names:
-        raise ConfigError(
-            ", ".join(names),
-            ", ".join(str(present.get(name)) for name in names),
-            f"{path} holds a model with " + ", ".join(f"{name}={saved.get(name)}" for name in names),
-            "set them to the saved values, or give --save another folder to start a new run",
+    names = _differing(present, saved)
+    if not names:
+        return
+    # What follows from another setting is not what the user gave: it is named only if it would still be wrong with that
+    # one set right.
+    given = [name for name in names if name not in _FOLLOWING and name in present and name in saved]
+    corrected = model_facts(_with_settings(config, {name: saved[name] for name in given}))
+    names = given + [name for name in _differing(corrected, saved) if name not in given]
+    raise ConfigError(
+        ", ".join(map(_flag_of_fact, names)),
+        ", ".join(_word(name, present.get(name, corrected.get(name))) for name in names),
+        f"{path} holds a model with "
+        + ", ".join(f"{_flag_of_fact(name)} {_word(name, saved.get(name))}" for name in names),
+        "set them to the saved values, or give --save another folder to start a new run",
+    )
+
+
+def _differing(present: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**present, **saved} if present.get(name) != saved.get(name)]
+
+
+def _with_settings(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The configuration with other values of some fields."""
+    values = dict(values)
+    freq = config.moe.moe_layer_freq
+    if isinstance(freq, tuple) and freq:
+        # One entry per layer: whether it fits another number of layers is not this file's question.
+        num_layers = values.get("num_layers", config.model.num_layers)
+        values["moe_layer_freq"] = (freq * num_layers)[:num_layers]
+    sections = {
+        section: getattr(config, section).model_copy(
+            update={name: value for name, value in values.items() if field_specs()[name].section == section}
         )
+        for section in ("model", "moe", "data")
+    }
+    return config.model_copy(update=sections)
+
+
+def _field_of(fact: str) -> str:
+    return "moe_layer_freq" if fact == "moe_layers" else fact
+
+
+def _flag_of_fact(fact: str) -> str:
+    return flag_of(_field_of(fact))
+
+
+def _word(fact: str, value: Any) -> str:
+    """A fact as a user would write it behind its flag."""
+    value = tuple(int(entry) for entry in value) if isinstance(value, list) else value
+    return value_to_word(field_specs()[_field_of(fact)], value)
 
 
 def check_same_tensors(saved: Mapping[str, SavedTensor], wanted: Mapping[str, Tensor], path: object) -> None:

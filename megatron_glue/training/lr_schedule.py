@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import OptimizerConfig
 
 
@@ -40,9 +41,9 @@ class LearningRateSchedule:
     def __post_init__(self) -> None:
         if self.config.min_lr > self.config.lr and self.config.lr_decay_style != "constant":
             raise ConfigError(
-                "min_lr",
+                flag_of("min_lr"),
                 self.config.min_lr,
-                f"lies above the peak lr={self.config.lr}",
+                f"lies above the peak --lr {self.config.lr}",
                 "lower --min-lr or raise --lr",
             )
 

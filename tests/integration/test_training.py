@@ -138,5 +138,5 @@ def test_a_checkpoint_of_another_model_is_refused(corpus: str, tmp_path: Path) -
     outcome = run([*command, "--train-iters", "4", "--num-layers", "2"], tmp_path)
     assert outcome.code == 2
     assert len(outcome.error_lines) == 1
-    assert "num_layers" in outcome.error_lines[0]
+    assert "--num-layers" in outcome.error_lines[0]
     assert "Traceback" not in outcome.stderr

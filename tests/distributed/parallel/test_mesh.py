@@ -35,7 +35,7 @@ def check_coordinates(rank: int, world_size: int) -> None:
     whole = ParallelMesh.build(ParallelConfig(expert_model_parallel_size=4), "cpu")
     assert whole.edp_group is None
     assert ParallelMesh.build(ParallelConfig(), "cpu").ep_group is None
-    with pytest.raises(ConfigError, match="expert_model_parallel_size=3"):
+    with pytest.raises(ConfigError, match="--expert-model-parallel-size=3"):
         ParallelMesh.build(ParallelConfig(expert_model_parallel_size=3), "cpu")
 
 

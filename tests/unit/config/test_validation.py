@@ -72,7 +72,7 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "--expert-model-parallel-size",
         "3 data-parallel ranks",
     ),
-    ("world by tp", {"parallel": {"tensor_model_parallel_size": 2}}, 3, "world size", "no multiple"),
+    ("world by tp", {"parallel": {"tensor_model_parallel_size": 2}}, 3, "WORLD_SIZE", "no multiple"),
     ("min lr", {"optimizer": {"lr": 1e-5}}, 1, "--min-lr", "exceeds the peak"),
     ("warmup", {"optimizer": {"lr_warmup_iters": 20, "lr_decay_iters": 10}}, 1, "--lr-warmup-iters", "decay-iters 10"),
     (

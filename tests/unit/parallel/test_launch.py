@@ -20,7 +20,7 @@ def test_cpu_is_always_there() -> None:
 def test_missing_cuda_is_an_error_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto", RankEnvironment()) == torch.device("cpu")
-    with pytest.raises(ConfigError, match="device=cuda"):
+    with pytest.raises(ConfigError, match=r"--device=cuda: .*; give --device cpu or"):
         choose_device("cuda", RankEnvironment())
 
 
@@ -29,7 +29,7 @@ def test_each_rank_gets_its_own_gpu_or_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     environment = RankEnvironment(rank=5, local_rank=1, world_size=8, local_world_size=4)
     assert choose_device("auto", environment) == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match="local rank 2 has no GPU of its own"):
+    with pytest.raises(ConfigError, match=r"--device=auto: local rank 2 has no GPU of its own .*--device cpu"):
         choose_device("auto", RankEnvironment(rank=2, local_rank=2, world_size=4, local_world_size=4))
 
 

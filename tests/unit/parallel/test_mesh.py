@@ -27,7 +27,7 @@ def test_one_process_needs_no_process_group() -> None:
 
 
 def test_experts_cannot_be_split_over_more_ranks_than_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"expert_model_parallel_size=2: does not divide the 1 data-parallel ranks"):
+    with pytest.raises(ConfigError, match=r"--expert-model-parallel-size=2: does not divide the 1 data-parallel ranks"):
         ParallelMesh.build(ParallelConfig(expert_model_parallel_size=2), "cpu")
 
 
@@ -41,5 +41,5 @@ def test_experts_cannot_be_split_over_more_ranks_than_there_are() -> None:
     ],
 )
 def test_axes_without_a_technique_are_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field}=2"):
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}=2"):
         ParallelMesh.build(ParallelConfig(**{field: 2}), "cpu")

@@ -128,5 +128,5 @@ def test_precision_names() -> None:
     assert Precision.from_name("auto", "cuda").compute_dtype == torch.bfloat16
     assert Precision.from_name("bf16", "cpu").is_mixed
     assert Precision.from_name("bf16", "cpu").master_dtype == torch.float32
-    with pytest.raises(ConfigError, match="fp8"):
+    with pytest.raises(ConfigError, match="--precision=fp8"):
         Precision.from_name("fp8", "cpu")

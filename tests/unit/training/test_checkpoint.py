@@ -130,7 +130,7 @@ def test_a_flipped_bit_is_found_before_anything_is_read(tmp_path: Path, name: st
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     path = Run(tmp_path).save()
     other = Run(tmp_path, num_layers=3)
-    with pytest.raises(ConfigError, match=r"num_layers=3: .*step_00000000 holds a model with num_layers=2; set"):
+    with pytest.raises(ConfigError, match=r"--num-layers=3: .*step_00000000 holds a model with --num-layers 2; set"):
         other.store.load(path, other.state())
     renamed = Run(tmp_path)
     renamed.model.register_buffer("extra", torch.zeros(1))
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = Run(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"save=.*file: cannot be written: a file is in the way"):
+    with pytest.raises(ConfigError, match=r"--save=.*file: cannot be written: a file is in the way"):
         run.store.prepare()
     Run(tmp_path / "new").store.prepare()
     assert (tmp_path / "new").is_dir()

@@ -154,7 +154,7 @@ def test_check_writable_without_permission_or_room(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files, "write_durably", full)
-    with pytest.raises(ConfigError, match=r"save=.*cannot be written: No space left on device"):
+    with pytest.raises(ConfigError, match=r"--save=.*cannot be written: No space left on device"):
         files.check_writable(tmp_path)
     assert names(tmp_path) == []
     with pytest.raises(ConfigError, match="cannot be written"):

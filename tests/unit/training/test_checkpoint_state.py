@@ -93,12 +93,32 @@ def test_another_model_is_refused_with_every_field_and_both_values() -> None:
     present = RunConfig(model=ModelConfig(num_layers=3, hidden_size=64), moe=MoEConfig(num_experts=4))
     with pytest.raises(ConfigError) as caught:
         check_same_model(json.loads(json.dumps(saved)), present, "runs/a/step_00000001")
-    line = str(caught.value)
-    assert "num_layers, num_experts" in line
-    assert "=3, 4, " in line
-    assert "runs/a/step_00000001 holds a model with num_layers=2, num_experts=0" in line
-    assert "--save" in line
-    assert "\n" not in line
+    assert str(caught.value) == (
+        "--num-layers, --num-experts=3, 4: runs/a/step_00000001 holds a model with --num-layers 2, --num-experts 0; "
+        "set them to the saved values, or give --save another folder to start a new run"
+    )
+
+
+def test_what_follows_from_another_setting_is_named_only_if_it_stays_wrong() -> None:
+    def difference(saved: RunConfig, present: RunConfig) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_same_model(json.loads(json.dumps(model_facts(saved))), present, "x")
+        return f"{caught.value.field}={caught.value.value}, {caught.value.reason}"
+
+    wide, moe = ModelConfig(hidden_size=512), MoEConfig(num_experts=4, moe_layer_freq=(0, 1, 0, 1))
+    assert difference(RunConfig(), RunConfig(model=wide)) == "--hidden-size=512, x holds a model with --hidden-size 256"
+    own = wide.model_copy(update={"ffn_hidden_size": 100, "qk_layernorm": True})
+    assert difference(RunConfig(), RunConfig(model=own)) == (
+        "--hidden-size, --qk-layernorm, --ffn-hidden-size=512, on, 100, "
+        "x holds a model with --hidden-size 256, --qk-layernorm off, --ffn-hidden-size 704"
+    )
+    assert difference(RunConfig(moe=moe), RunConfig()) == (
+        "--num-experts, --moe-layer-freq=0, 1 1 1 1, x holds a model with --num-experts 4, --moe-layer-freq 0 1 0 1"
+    )
+    fewer = RunConfig(model=ModelConfig(num_layers=2), moe=moe.model_copy(update={"moe_layer_freq": (1, 0)}))
+    assert difference(RunConfig(moe=moe), fewer) == (
+        "--num-layers, --moe-layer-freq=2, 1 0, x holds a model with --num-layers 4, --moe-layer-freq 0 1 0 1"
+    )
 
 
 def test_settings_that_are_no_shapes_may_change() -> None:

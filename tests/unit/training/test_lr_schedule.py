@@ -94,5 +94,5 @@ def test_bounds_and_monotony(style: str, train_iters: int, warmup: int, decay: i
 
 
 def test_minimum_above_peak_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"min_lr=2\.0.*lr=1\.0"):
+    with pytest.raises(ConfigError, match=r"--min-lr=2\.0.*--lr 1\.0"):
         schedule(10, min_lr=2.0)
