@@ -94,7 +94,7 @@ class BatchLoader:
             # The current device belongs to a thread: pin it down here, where it is the caller's.
             self._device = torch.empty(0, device=self._device).device
             self._copy_stream = torch.cuda.Stream(self._device)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="batch-prefetch") if prefetch else None
+        self._worker = _start_worker(self._device) if prefetch else None
         self._pending: Future[_Step] | None = None
         self._position = StreamPosition()
         self._current: _Step | None = None
@@ -226,6 +226,15 @@ class BatchLoader:
         for batch in step.batches:
             for tensor in _tensors(batch):
                 tensor.record_stream(computing)
+
+
+def _start_worker(device: torch.device) -> ThreadPoolExecutor:
+    """One thread for the next step. On CUDA it begins on its rank's device: a new thread's device is the first one,
+    and pinning memory there would open a context on a GPU that belongs to another rank."""
+    name = "batch-prefetch"
+    if device.type != "cuda":
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 def _tensors(batch: PackedBatch) -> tuple[torch.Tensor, ...]:

@@ -242,6 +242,18 @@ def test_the_next_step_is_built_while_the_caller_works():
         assert loader.next_step() is prefetched
 
 
+@pytest.mark.parametrize(("device", "expected"), [("cuda:3", ["cuda:3"]), ("cpu", [])])
+def test_the_prefetching_thread_begins_on_the_device_of_its_rank(monkeypatch, device, expected):
+    chosen = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((str(device), threading.current_thread().name))
+    )
+    with loader_module._start_worker(torch.device(device)) as worker:
+        name = worker.submit(lambda: threading.current_thread().name).result()
+    assert chosen == [(device, name) for device in expected]
+    assert name.startswith("batch-prefetch")
+
+
 def test_packing_efficiency_is_that_of_the_current_epoch():
     loader = loader_of(BatchPlan(1, 2))
     plan = stream_of_lengths(LENGTHS, seq_length=32).plan(0)
