@@ -42,7 +42,7 @@ class TokenGroups:
         assert self.counts_E.shape == self.offsets_E.shape, "one end offset per expert"
         for tensor in (self.order_N, self.inverse_N, self.counts_E, self.offsets_E, self.rank_splits_P):
             assert tensor.dtype == torch.int64, "every index and count is an int64"
-            assert tensor.dim() == 1
+            assert tensor.dim() == 1, "every index and count is one row"
 
     @property
     def num_experts(self) -> int:
