@@ -7,6 +7,7 @@ copies and compute really overlap. It does not choose what is loaded when: ``dou
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron_glue.activation.extents import Extent, ExtentList, round_up
-from megatron_glue.activation.offload_file import OffloadFile, allocate_pages
+from megatron_glue.activation.offload_file import OffloadFile, allocate_pages, lies_in_memory
 from megatron_glue.activation.tiers import StoredInput, Tier, Transfer
 from megatron_glue.activation.worker import HostFence, Worker
+
+logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 4 << 20
 """Written at a time. Tensors are not aligned as O_DIRECT asks, so their bytes pass through one buffer of this size."""
@@ -31,7 +34,7 @@ class DiskTier(Tier):
     """A file and two threads.
 
     Args:
-        folder: Where the file is created. A folder in memory (tmpfs) would free nothing.
+        folder: Where the file is created. One in memory (tmpfs) frees nothing; the log then says so.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -39,6 +42,12 @@ class DiskTier(Tier):
 
     def __init__(self, folder: Path) -> None:
         self._file = OffloadFile(folder)
+        if lies_in_memory(folder):
+            logger.warning(
+                "activation offload: %s is a RAM disk, so nothing is freed; choose a folder on a disk "
+                "(--activation-offload-dir)",
+                folder,
+            )
         self._extents = ExtentList()
         self._staging = np.frombuffer(allocate_pages(STAGING_BYTES), dtype=np.uint8)
         self._pending: deque[HostFence] = deque()
@@ -98,6 +107,9 @@ class DiskTier(Tier):
         """Block until nothing is being written."""
         while self._pending:
             self._pending.popleft().settle()
+
+    def begin_step(self) -> None:
+        """The file keeps its size."""
 
     def elapsed_ms(self, begin: HostFence, end: HostFence) -> float:
         """Difference on the host's clock."""

@@ -76,7 +76,8 @@ class ActivationManager:
 
     def begin_step(self) -> None:
         """Start an optimizer step: nothing of an earlier one is left."""
-        self.reset()
+        if self._offloader is not None:
+            self._offloader.begin_step()
 
     def end_forward(self) -> None:
         """Forward of a micro-batch is done: start on the input that backward needs first."""

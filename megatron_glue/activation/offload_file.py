@@ -22,11 +22,25 @@ import numpy as np
 from megatron_glue.activation.extents import ALIGNMENT_BYTES
 
 FILE_PREFIX = "megatron-glue-offload"
+MOUNTS = Path("/proc/self/mounts")
 
 
 def allocate_pages(num_bytes: int) -> mmap.mmap:
     """Return zeroed private memory of exactly ``num_bytes``, aligned to a page, outside the C allocator's pools."""
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def lies_in_memory(folder: Path) -> bool:
+    """Whether a folder's filesystem is a RAM disk (tmpfs, ramfs). Linux tells; elsewhere the answer is no."""
+    try:
+        lines = MOUNTS.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    # The last filesystem mounted at a place hides those before it.
+    kinds = {point.replace("\\040", " "): kind for _, point, kind, *_ in map(str.split, lines)}
+    folder = folder.resolve()
+    nearest = next((str(place) for place in (folder, *folder.parents) if str(place) in kinds), "")
+    return kinds.get(nearest) in ("tmpfs", "ramfs")
 
 
 class OffloadFile:
@@ -40,7 +54,7 @@ class OffloadFile:
         num_bytes: Bytes reserved on disk.
 
     Raises:
-        OSError: The folder cannot be created or written to.
+        OSError: The folder cannot be created or written to. Its ``strerror`` is the bare reason.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +67,7 @@ class OffloadFile:
             self._descriptor = self._open_unnamed()
             self.direct = self._bypass_page_cache()
         except OSError as error:
-            raise self._explain(error) from error
+            raise OSError(error.errno, error.strerror or str(error), str(folder)) from error
 
     def reserve(self, num_bytes: int) -> None:
         """Make the file ``num_bytes`` long, taking the room from the disk now rather than in a later write.

@@ -98,6 +98,11 @@ class InputOffloader:
         if first is not None:
             self._buffers.prefetch(first)
 
+    def begin_step(self) -> None:
+        """Drop what an earlier step left, and let the tier put its room in order."""
+        self.reset()
+        self._tier.begin_step()
+
     def reset(self) -> None:
         """Drop everything that is stored, on its way or in use; void all claims; forget earlier errors."""
         self.generation += 1

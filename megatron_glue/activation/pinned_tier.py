@@ -109,6 +109,10 @@ class PinnedTier(Tier):
         while self._pending:
             self._let_go(self._pending.popleft())
 
+    def begin_step(self) -> None:
+        """Merge the blocks of the first step into one."""
+        self._pool.merge()
+
     def elapsed_ms(self, begin: Event, end: Event) -> float:
         """Time on the device's clock."""
         end.synchronize()

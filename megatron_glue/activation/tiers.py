@@ -107,6 +107,10 @@ class Tier(ABC):
         """Let go of the inputs of all copies issued so far, without raising: what failed is forgotten."""
 
     @abstractmethod
+    def begin_step(self) -> None:
+        """Nothing is stored now: put the room for inputs in order. May wait on the host for copies."""
+
+    @abstractmethod
     def elapsed_ms(self, begin: Fence, end: Fence) -> float:
         """Milliseconds from one fence to another. Waits on the host until both are reached."""
 

@@ -140,7 +140,10 @@ def build_activation_manager(config: RunConfig, place: BuildPlace) -> Activation
         return ActivationManager(plan, place.device)
     except OSError as error:
         raise ConfigError(
-            "--activation-offload-dir", place.offload_dir, error.strerror or str(error), "give a folder on a local disk"
+            "--activation-offload-dir",
+            place.offload_dir,
+            f"activations cannot be offloaded there: {error.strerror or error}",
+            "give a folder on a local disk with room",
         ) from error
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_glue.activation import disk_tier
 from megatron_glue.activation.disk_tier import MAX_PENDING_WRITES, STAGING_BYTES, DiskTier
 from megatron_glue.activation.offload_file import OffloadFile
 from tests.support.activation_blocks import SlowTier, no_new_threads
@@ -119,6 +120,15 @@ def test_failed_write_surfaces_in_the_next_store_and_in_the_load(tier, monkeypat
     tier.settle()
     x = torch.randn(10)
     assert torch.equal(load(tier, tier.store(x)), x), "after a reset the tier works again"
+
+
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_a_ram_disk_is_warned_about(tmp_path, monkeypatch, caplog, is_in_memory):
+    monkeypatch.setattr(disk_tier, "lies_in_memory", lambda folder: is_in_memory)
+    DiskTier(tmp_path).close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == is_in_memory
+    assert all(str(tmp_path) in line and "nothing is freed" in line and "\n" not in line for line in lines)
 
 
 def test_describe_names_folder_and_kind_of_io(tier, tmp_path):

@@ -11,6 +11,7 @@ import socket
 import numpy as np
 import pytest
 
+from megatron_glue.activation import offload_file
 from megatron_glue.activation.extents import ALIGNMENT_BYTES
 from megatron_glue.activation.offload_file import FILE_PREFIX, OffloadFile, allocate_pages
 
@@ -106,6 +107,31 @@ def test_filesystem_without_reservation_still_works(tmp_path, monkeypatch):
 
 def test_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="choose another offload folder") as caught:
+    with pytest.raises(FileExistsError) as caught:
         OffloadFile(tmp_path / "file")
-    assert str(tmp_path / "file") in str(caught.value)
+    assert caught.value.filename == str(tmp_path / "file")
+    assert caught.value.strerror == os.strerror(errno.EEXIST), "whoever asked for the folder adds what to do"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "expected"),
+    [
+        ("d / ext4 rw 0 0\n", False),
+        ("d / ext4 rw 0 0\nt {folder} tmpfs rw 0 0\n", True),
+        ("d / ext4 rw 0 0\nr {parent} ramfs rw 0 0\n", True),
+        ("t {folder} tmpfs rw 0 0\nd {folder} ext4 rw 0 0\n", False),
+        ("t / tmpfs rw 0 0\nd {parent} ext4 rw 0 0\n", False),
+        ("t {folder}er tmpfs rw 0 0\n", False),
+        (None, False),
+    ],
+)
+def test_ram_disks_are_known_by_their_mount(tmp_path, monkeypatch, mounts, expected):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    if mounts is not None:
+        written = mounts.format(folder=str(folder).replace(" ", "\\040"), parent=tmp_path)
+        (tmp_path / "mounts").write_text(written)
+    monkeypatch.setattr(offload_file, "MOUNTS", tmp_path / "mounts")
+    assert offload_file.lies_in_memory(folder) is expected
+    assert offload_file.lies_in_memory(tmp_path / "link") is expected

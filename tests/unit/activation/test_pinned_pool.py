@@ -46,11 +46,46 @@ def test_f47_process_memory_grows_by_what_was_asked_for():
     assert 81 * MIB * 0.98 <= grown_bytes <= 1.1 * 81 * MIB
 
 
-def test_blocks_are_few():
-    _, _, pool = make_pool()
-    for _ in range(400):
-        pool.take(64 << 10)
-    assert pool.num_blocks < 100
+@pytest.mark.parametrize(("num_inputs", "input_bytes"), [(16, MIB), (96, MIB // 4 - 100), (400, 64 << 10)])
+def test_from_the_second_step_on_there_is_one_block_of_what_the_first_needed(num_inputs, input_bytes):
+    device, finished, pool = make_pool()
+
+    def run_step():
+        regions = [pool.take(input_bytes) for _ in range(num_inputs)]
+        held_bytes = pool.held_bytes
+        for region in regions:
+            pool.give_back(region)
+        return held_bytes
+
+    assert run_step() <= 1.1 * num_inputs * input_bytes
+    assert pool.num_blocks > 10, "the first step cannot know"
+    pool.merge()
+    assert finished, "copies may still be under way when the host frees a region"
+    assert pool.num_blocks == device.num_host_blocks == 1
+    for _ in range(2):
+        assert num_inputs * input_bytes <= run_step() == device.host_bytes <= 1.1 * num_inputs * input_bytes
+        pool.merge()
+        assert pool.num_blocks == 1
+
+
+def test_blocks_are_not_merged_while_one_is_in_use_nor_again_and_again():
+    device, _, pool = make_pool()
+    regions = [pool.take(100_000) for _ in range(4)]
+    pool.merge()
+    assert pool.num_blocks == 4
+    for region in regions:
+        pool.give_back(region)
+    pool.merge()
+    first, second = pool.take(40_000), pool.take(4096)
+    pool.give_back(first)
+    third = pool.take(400_000)
+    assert pool.num_blocks == 2, "the hole is too small"
+    for region in (second, third):
+        pool.give_back(region)
+    before = list(pool._blocks)
+    pool.merge()
+    assert pool._blocks == before, "no more was needed than the merged block holds"
+    assert device.num_host_blocks == 2
 
 
 def test_regions_are_reused_and_steps_do_not_grow_the_pool():

@@ -123,6 +123,18 @@ def test_times_are_those_of_the_device():
     assert tier.elapsed_ms(stored.transfer.started, stored.transfer.done) == 1.0
 
 
+def test_a_new_step_finds_one_block_of_host_memory():
+    device = SimulatedDevice(eager_compute=False)
+    offloader = InputOffloader(PLAN, PinnedTier(device), num_buffers=2)
+    for expected in (5, 1, 1):
+        offloader.begin_step()
+        for value in range(5):
+            offloader.store(device.new_activation(value, 3), micro_batch=0)
+        assert device.num_host_blocks == expected
+        assert device.host_bytes == 5 * 4096
+    offloader.close()
+
+
 def test_close_returns_all_host_memory():
     device = SimulatedDevice(eager_compute=False)
     tier = PinnedTier(device)
