@@ -238,6 +238,17 @@ def signatures_are_typed(source: Source) -> list[str]:
     return found
 
 
+def errors_name_what_the_user_wrote(source: Source) -> list[str]:
+    """A ConfigError names a flag, an environment variable or a place, not a field of the code."""
+    return [
+        source.at(node, f"ConfigError about {ast.unparse(field)}")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and dotted_name(node.func).split(".")[-1] == "ConfigError"
+        for field in (node.args or [keyword.value for keyword in node.keywords if keyword.arg == "field"])[:1]
+        if not _is_as_written(field)
+    ]
+
+
 def nothing_is_left_for_later(source: Source) -> list[str]:
     """No reminders and no stubs."""
     return [
@@ -269,6 +280,7 @@ RULES: tuple[Rule, ...] = (
     hot_path_reads_no_device_value,
     modules_are_described,
     signatures_are_typed,
+    errors_name_what_the_user_wrote,
     nothing_is_left_for_later,
 )
 """All rules about one source file."""
@@ -292,6 +304,18 @@ def _repeats_another(node: ast.AST) -> bool:
     """Whether a function is an overload or a setter, described where its other half stands."""
     decorators = [dotted_name(decorator) for decorator in getattr(node, "decorator_list", [])]
     return any(name.split(".")[-1] in ("overload", "setter", "deleter") for name in decorators)
+
+
+def _is_as_written(field: ast.expr) -> bool:
+    """Whether an expression may be a name that a user writes: literals must look like one, others are trusted."""
+    match field:
+        case ast.Constant(value=str() as text):
+            return text.startswith("--") or text.isupper()
+        case ast.JoinedStr(values=[ast.Constant() as first, *_]):
+            return _is_as_written(first)
+        case ast.IfExp(body=first, orelse=second):
+            return _is_as_written(first) and _is_as_written(second)
+    return True
 
 
 def _is_boolean_index(index: ast.expr) -> bool:

@@ -93,6 +93,10 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (house_rules.signatures_are_typed, "tools/a.py", "def f(x) -> None: ..."),
     (house_rules.signatures_are_typed, "tools/a.py", "def f(x: int): ..."),
     (house_rules.signatures_are_typed, "tools/a.py", "class A:\n    def __init__(self, *x) -> None: ..."),
+    (house_rules.errors_name_what_the_user_wrote, "megatron_glue/ops/a.py", "raise ConfigError('lr', 1, 'a', 'b')"),
+    (house_rules.errors_name_what_the_user_wrote, "megatron_glue/ops/a.py", "ConfigError(field='world size', value=1)"),
+    (house_rules.errors_name_what_the_user_wrote, "megatron_glue/ops/a.py", "ConfigError(f'field {x}', 1)"),
+    (house_rules.errors_name_what_the_user_wrote, "megatron_glue/ops/a.py", "ConfigError('--a' if x else 'b', 1)"),
     (house_rules.nothing_is_left_for_later, "tools/a.py", "# TODO: later"),
     (house_rules.nothing_is_left_for_later, "tools/a.py", "raise NotImplementedError"),
 ]
@@ -115,6 +119,12 @@ SOUND: list[tuple[Rule, str, str]] = [
     (hot_path_reads_no_device_value, "megatron_glue/data/a.py", "x.item()"),
     (hot_path_reads_no_device_value, "megatron_glue/moe/a.py", "np.bincount(x)\nx[ids]\nx[1:n]"),
     (hot_path_reads_no_device_value, "megatron_glue/moe/a.py", "x.repeat_interleave(n, output_size=3)"),
+    (
+        house_rules.errors_name_what_the_user_wrote,
+        "tools/a.py",
+        "ConfigError('--lr', 1)\nConfigError(flag_of('lr'), 1)\nConfigError('WORLD_SIZE', 1)\n"
+        "ConfigError(f'{path}:{line}', 1)\nConfigError(f'--{name}', 1)\nConfigError(field, 1)",
+    ),
     (house_rules.modules_are_described, "tools/a.py", f"{DOC}def _f(): ...\nclass _A:\n    def f(self): ..."),
 ]
 
