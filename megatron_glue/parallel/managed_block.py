@@ -1,12 +1,15 @@
 """The shell around a block in which the activation manager runs it, and the names that do not depend on shells.
 
 FSDP2 gathers a module's weights in hooks around that module's call. Recompute calls a block a second time, from within
-backward: hooks on the block itself would gather and reduce for a call that no gradient passes. So the hooks sit one
-level further out, where a block is called once::
+backward, and breaks that call off: hooks on the block itself would fire there too, the one after it not always. So the
+hooks sit one level further out, where a block is called once::
 
     shell.__call__   <- hooks: gather before forward, free after it; gather before backward, reduce after it
       run_block      <- the activation manager: a plain call, or one whose intermediate results are recomputed
-        block        <- no engine hooks inside; both runs see the weights that the shell gathered
+        block        <- called twice under recompute; both runs see the weights that the shell gathered
+
+A module inside the block may still be sharded on its own: gradients flow through the graph of the first run (see
+``activation/recompute.py``), so its hooks reduce as without recompute; it may be gathered once more.
 
 DDP needs no hooks around blocks; the shell is there all the same, so that the model is one model under every engine.
 """
@@ -26,9 +29,10 @@ class ManagedBlock(nn.Module):
     """Calls a block through ``run_block``. This, not the block, is what an engine may shard.
 
     Args:
-        block: Called as ``block(x_TD, context)``. It must not contain modules with engine hooks of their own.
+        block: Called as ``block(x_TD, context)``.
         run_block: ``ActivationManager.run_block`` or anything of its form: ``run_block(block, x_TD, context)``. It may
-            look ``block.parameters()`` up when it is called, and again in backward; it must not keep them in between.
+            call the block again in backward. It must not keep the block's parameters in between: under FSDP2 the
+            gathered ones are freed after forward, and new ones stand in their place in backward.
     """
 
     def __init__(self, block: nn.Module, run_block: Callable[[nn.Module, Tensor, Any], Tensor]) -> None:

@@ -2,7 +2,8 @@
 
 One block is one gather and one reduce-scatter per mesh: dense parameters on dp, expert parameters on edp. With expert
 parallelism an expert parameter becomes a DTensor on ep first, so that the sharded parameter knows the whole tensor, and
-checkpoints with it. Experts sit in their block's own FSDP unit (no hooks inside a block, see ``managed_block.py``).
+checkpoints with it. Experts sit in their block's own FSDP unit: one inside the block might be gathered once more in
+every recompute (see ``managed_block.py``).
 
 Precision: parameters, their gradients and the reduction are fp32; the gather casts to the compute dtype. A parameter
 marked with ``keep_full_precision`` is left out when the two differ: it stays replicated and is summed after backward.
