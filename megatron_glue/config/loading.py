@@ -110,12 +110,6 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
     return _apply(RunConfig(), list(_flatten(data, ())))
 
 
-def differences(first: RunConfig, second: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields in which two configurations differ: dotted key -> (first value, second value)."""
-    pairs = zip(field_values(first), field_values(second), strict=True)
-    return {spec.key: (before, after) for (spec, before), (_, after) in pairs if before != after}
-
-
 def _switches_off(by_environment: bool, by_flag: bool) -> list[Override]:
     """Return what turns the three optimisations off, or nothing."""
     if not (by_environment or by_flag):

@@ -144,14 +144,6 @@ def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     return tensor
 
 
-def any_rank(flag: bool, group: ProcessGroup | None) -> bool:
-    """Whether ``flag`` is set on at least one rank; the same answer on all of them.
-
-    The flag travels as a CPU tensor, so no GPU waits for the answer. Call it between steps: it blocks the host.
-    """
-    return max_over_ranks(int(flag), group) > 0
-
-
 def max_over_ranks(value: int, group: ProcessGroup | None) -> int:
     """The largest host integer over the group; the same answer on all ranks. Blocks the host, not the device."""
     if group is None:
@@ -164,8 +156,3 @@ def max_over_ranks(value: int, group: ProcessGroup | None) -> int:
 def is_same_on_all_ranks(value: int, group: ProcessGroup | None) -> bool:
     """Whether all ranks of the group hold the same host integer (below 2**62). Blocks the host, not the device."""
     return max_over_ranks(value, group) == -max_over_ranks(-value, group)
-
-
-def barrier(group: ProcessGroup | None) -> None:
-    """Return once every rank of the group has arrived. Blocks the host, not the device."""
-    max_over_ranks(0, group)

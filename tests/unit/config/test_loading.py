@@ -14,7 +14,6 @@ from megatron_glue.config.loading import (
     ResolvedConfig,
     as_dict,
     describe,
-    differences,
     from_dict,
     resolve_config,
 )
@@ -186,14 +185,3 @@ def test_plain_data_of_an_older_version_takes_defaults() -> None:
 def test_plain_data_that_does_not_fit(data: dict[str, object], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         from_dict(data)
-
-
-def test_differences() -> None:
-    other = RunConfig(
-        model=ModelConfig(num_layers=2), training=TrainConfig(accelerator=AcceleratorConfig(buffer_size_mb=9))
-    )
-    assert differences(RunConfig(), other) == {
-        "model.num_layers": (4, 2),
-        "training.accelerator.buffer_size_mb": (0, 9),
-    }
-    assert differences(other, other) == {}
