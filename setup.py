@@ -21,6 +21,7 @@ setup(
     description="Distributed training of GPT and MoE language models in PyTorch, without the glue overhead",
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
+    author="megatron_glue contributors",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_glue", "megatron_glue.*"]),
