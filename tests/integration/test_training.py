@@ -104,17 +104,17 @@ def test_a_killed_run_resumes_bit_for_bit(
 
 
 def test_dense_model_learns_order_from_the_embedded_corpus(tmp_path: Path) -> None:
-    command = ["pretrain_gpt.py", *SMALL, "--train-iters", "80", "--seq-length", "256", "--hidden-size", "64"]
-    command += ["--heldout-fraction", "0.02", "--eval-iters", "4", "--eval-interval", "0", "--hidden-dropout", "0"]
-    outcome = succeed([*command, "--lr", "4e-3", "--summary-path", "s.json"], tmp_path)
+    command = ["pretrain_gpt.py", *SMALL, "--train-iters", "100", "--seq-length", "256", "--hidden-size", "64"]
+    command += ["--heldout-fraction", "0.02", "--eval-iters", "8", "--eval-interval", "0", "--hidden-dropout", "0"]
+    outcome = succeed([*command, "--lr", "2e-3", "--num-layers", "2", "--summary-path", "s.json"], tmp_path)
     result = summary(tmp_path / "s.json")
-    assert result["heldout_loss"] < result["unigram_entropy"], "it must beat predicting by frequency"
+    assert result["heldout_loss"] < result["unigram_entropy"] - 0.2, "it must beat predicting by frequency"
     assert result["packing_efficiency"] >= 0.97
     assert result["expert_load"] is None
-    assert "iteration 80/80" in outcome.stdout
+    assert "iteration 100/100" in outcome.stdout
     runs = list((tmp_path / "runs").iterdir())
     assert [path.name.rsplit("-", 2)[0] for path in runs] == ["pretrain_gpt"]
-    assert (runs[0] / "step_00000080").is_dir()
+    assert (runs[0] / "step_00000100").is_dir()
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
