@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_glue.backends.grouped_mm import reads_offsets
 from megatron_glue.activation.manager import ActivationManager
 from megatron_glue.activation.plan import ActivationPlan
+from megatron_glue.backends.grouped_mm import reads_offsets
 from megatron_glue.moe.layer import MoELayer
 from megatron_glue.types import ForwardContext, PackedSequence, RouterRecord, SavedDecisions
 from tests.support.moe_cases import MoECase, dense_layer, random_rows
