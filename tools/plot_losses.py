@@ -46,10 +46,10 @@ def draw(summaries: dict[str, dict[str, Any]], output: str) -> None:
         summaries: Summary by file name.
         output: Picture to write; its ending chooses the format.
     """
-    import matplotlib
+    import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for name, summary in summaries.items():
