@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.yaml_files import to_yaml
-from megatron_glue.parallel.collectives import all_reduce_max, max_over_ranks
+from megatron_glue.parallel.agreement import PeerFailedError, together
+from megatron_glue.parallel.collectives import max_over_ranks
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training import checkpoint_files as files
 from megatron_glue.training import checkpoint_state as contents
@@ -33,7 +34,6 @@ __all__ = ["CheckpointError", "CheckpointStore", "LoadedCheckpoint", "TrainingSt
 
 FACTS_NAME = "meta.json"
 CONFIG_NAME = "config.yaml"
-_MESSAGE_BYTES = 1024
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -191,18 +191,17 @@ class CheckpointStore:
             ConfigError: Where ``work`` raised it.
             CheckpointError: On all other ranks then; and on all ranks if ``work`` raised anything else.
         """
-        failure: CheckpointError | ConfigError | None = None
-        result: T | None = None
+
+        def own_part() -> T:
+            try:
+                return work()
+            except Exception as error:
+                raise self._as_one_line(error) from error
+
         try:
-            result = work()
-        except Exception as error:
-            failure = self._as_one_line(error)
-        message = _first_message(str(failure) if failure else "", self._mesh)
-        if failure is not None:
-            raise failure
-        if message:
-            raise CheckpointError(message)
-        return result  # pyright: ignore[reportReturnType]
+            return together(own_part, self._group)
+        except PeerFailedError as error:
+            raise CheckpointError(str(error)) from error
 
     def _as_one_line(self, error: Exception) -> CheckpointError | ConfigError:
         """What a rank raises instead of an error, so that all ranks see the same kind and take the same way on."""
@@ -213,22 +212,7 @@ class CheckpointStore:
         else:
             logger.debug("an error that is no full disk and no damaged file", exc_info=error)
             line = f"{self.root}: {type(error).__name__}: {' '.join(str(error).split())}"
-        failure = CheckpointError(line)
-        failure.__cause__ = error
-        return failure
-
-
-def _first_message(message: str, mesh: ParallelMesh) -> str:
-    """The message of the lowest rank that has one; empty if none has. The same on all ranks."""
-    group = mesh.world_group
-    lowest = -max_over_ranks(-mesh.rank if message else -mesh.world_size, group)
-    if lowest == mesh.world_size:
-        return ""
-    text = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    if mesh.rank == lowest:
-        data = message.encode()[:_MESSAGE_BYTES]
-        text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return bytes(all_reduce_max(text, group).numpy()).rstrip(b"\0").decode(errors="ignore")
+        return CheckpointError(line)
 
 
 def _device_of(state: TrainingState) -> torch.device:
