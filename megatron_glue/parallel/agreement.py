@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_glue.parallel.collectives import all_reduce_max, max_over_ranks
 
 _MESSAGE_BYTES = 1024
-_LOST_PEER_TEXTS = ("gloo", "nccl", "connection", "timed out", "timeout")
+_LOST_PEER_TEXTS = ("connection", "timed out", "timeout")
 T = TypeVar("T")
 
 
@@ -77,9 +77,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
     gloo reports both as plain RuntimeErrors whose text is all there is to tell them by.
     """
-    if not dist.is_available() or isinstance(error, PeerFailedError):
-        return isinstance(error, PeerFailedError)
-    if isinstance(error, dist.DistError):
+    if isinstance(error, PeerFailedError | dist.DistError):
         return True
     text = str(error).lower()
-    return type(error) is RuntimeError and "gloo" in text and any(part in text for part in _LOST_PEER_TEXTS[2:])
+    return type(error) is RuntimeError and "gloo" in text and any(part in text for part in _LOST_PEER_TEXTS)
