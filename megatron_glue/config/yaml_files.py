@@ -53,8 +53,9 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def _overrides(text: str, path: str) -> Iterator[Override]:
-    loader = _Loader(text)
+    loader: _Loader | None = None
     try:
+        loader = _Loader(text)
         root = loader.get_single_node()
         if root is not None:
             yield from _section(loader, root, (), path)
@@ -63,8 +64,11 @@ def _overrides(text: str, path: str) -> Iterator[Override]:
         line = mark.line + 1 if mark else 1
         problem = getattr(error, "problem", None) or "not a YAML document"
         raise ConfigError(f"{path}:{line}", "", f"not YAML: {problem}", "correct the line") from error
+    except RecursionError as error:
+        raise ConfigError(path, "", "nested too deeply", "settings are at most three levels deep") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _section(loader: _Loader, node: yaml.Node, section: tuple[str, ...], path: str) -> Iterator[Override]:
@@ -96,7 +100,13 @@ def _section(loader: _Loader, node: yaml.Node, section: tuple[str, ...], path: s
 
 def _value(loader: _Loader, node: yaml.Node, spec: FieldSpec, written: str) -> Any:
     """Construct a plain value of the field's kind; lists become tuples, whole floats and words stay what they are."""
-    value = loader.construct_object(node, deep=True)
+    try:
+        value = loader.construct_object(node, deep=True)
+    except (ValueError, KeyError, OverflowError) as error:
+        # An explicit tag, a date that is none, a number of thousands of digits: PyYAML lets Python's own errors through.
+        raise spec.error(written, str(node.value)[:40]) from error
+    if isinstance(value, str) and "\0" in value:
+        raise spec.error(written, ascii(value))
     if isinstance(value, list):
         return tuple(value)
     if spec.kind == "bool" and isinstance(value, str) and value in spec.words:

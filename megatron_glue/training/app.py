@@ -166,8 +166,13 @@ def _opening(session: Session, resolved: ResolvedConfig) -> str:
 def _repeat_summary(folder: Path, summary_path: str | None) -> None:
     """Write the summary that a finished run left in its folder once more."""
     kept = folder / SUMMARY_NAME
-    if summary_path is not None and kept.exists():
-        write_json(summary_path, json.loads(kept.read_text()))
+    if summary_path is None or not kept.exists():
+        return
+    try:
+        summary = json.loads(kept.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{kept}: damaged, it is no JSON; remove it") from error
+    write_json(summary_path, summary)
 
 
 def _close(session: Session, store: CheckpointStore, heldout_loss: float) -> None:

@@ -57,6 +57,11 @@ def test_floats_without_a_point_are_numbers(tmp_path: Path, text: str, value: fl
         ("accelerator: {}\n", 1, "did you mean training.accelerator"),
         ("model:\n  num_layers: null\n", 2, "not a whole number"),
         ("--- {}\n--- {}\n", 2, "not YAML"),
+        ("model:\n  num_layers: \0\n", 1, "not YAML"),
+        ("model:\n  num_layers: 2026-13-45\n", 2, "not a whole number"),
+        ("model:\n  num_layers: !!int many\n", 2, "not a whole number"),
+        (f"model:\n  num_layers: {'9' * 5000}\n", 2, "not a whole number"),
+        ('training:\n  save: "a\\0b"\n', 2, "training.save"),
         ("model: !!python/object/apply:os.getcwd []\n", 1, "not a mapping"),
         ("model: {num_layers: !!python/object/apply:os.getcwd []}\n", 1, "not YAML"),
     ],
@@ -81,3 +86,8 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     assert keys["model.window_attn_skip_freq"] == (0, 1, 1, 0)
     assert keys["optimizer.adam_eps"] == 1e-15
     assert next(iter(yaml.safe_load(to_yaml(config))["training"]["accelerator"])) == "enable_metadata_cache"
+
+
+def test_endless_nesting_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        _read(tmp_path, "model: {num_layers: " + "[" * 5000 + "]" * 5000 + "}")
