@@ -103,7 +103,7 @@ def _value(loader: _Loader, node: yaml.Node, spec: FieldSpec, written: str) -> A
     try:
         value = loader.construct_object(node, deep=True)
     except (ValueError, KeyError, OverflowError) as error:
-        # An explicit tag, a date that is none, a number of thousands of digits: PyYAML lets Python's own errors through.
+        # An explicit tag, a date that is none, a number of 5,000 digits: PyYAML lets Python's own errors through.
         raise spec.error(written, str(node.value)[:40]) from error
     if isinstance(value, str) and "\0" in value:
         raise spec.error(written, ascii(value))
