@@ -8,8 +8,12 @@ With no flags it trains a small model on an embedded corpus, on the CPU or on a 
 
 from __future__ import annotations
 
-from megatron_glue.training.app import main
-from megatron_glue.training.presets import GPT_DEFAULTS
+from megatron_glue.config.process import prepare_process
 
 if __name__ == "__main__":
+    prepare_process()
+    # Only now: these import torch.
+    from megatron_glue.training.app import main
+    from megatron_glue.training.presets import GPT_DEFAULTS
+
     raise SystemExit(main(GPT_DEFAULTS))

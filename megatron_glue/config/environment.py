@@ -21,6 +21,11 @@ def read_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def set_environment_default(name: str, value: str) -> None:
+    """Set a variable for libraries that this process is going to load, unless it is set."""
+    os.environ.setdefault(name, value)
+
+
 def environment_overrides(environ: Mapping[str, str]) -> list[Override]:
     """Read the fields that ``MEGATRON_GLUE_<FIELD>`` variables set.
 

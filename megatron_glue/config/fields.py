@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.config.sections import RunConfig, Section
+from megatron_glue.config.sections import MAX_COUNT, RunConfig, Section
 
 ENVIRONMENT_PREFIX = "MEGATRON_GLUE_"
 TRUE_WORDS = ("1", "true", "yes", "on")
@@ -316,12 +316,12 @@ def _kind(leaves: set[Any], has_choices: bool) -> Any:
 
 
 def _bounds(limits: Iterable[Any]) -> str:
-    """Put the limits of a number into words."""
+    """Put the limits of a number into words; the one that only keeps integers in their type goes without saying."""
     phrases = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
     found = [
         f"{phrase} {getattr(limit, attribute)}"
         for limit in limits
         for attribute, phrase in phrases.items()
-        if getattr(limit, attribute, None) is not None
+        if getattr(limit, attribute, None) not in (None, MAX_COUNT)
     ]
     return " and ".join(found)

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+MAX_COUNT = 2**31 - 1
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
@@ -151,7 +152,7 @@ class DataConfig(Section):
     data_path: tuple[str, ...] = option((), "JSONL files, .gz too; empty: the embedded corpus.")
     json_key: str = option("text", "Key of the document text in JSONL files.")
     tokenizer_type: Literal["byte"] = option("byte", "How text becomes ids.")
-    seq_length: Annotated[int, Field(ge=2)] = option(512, "Tokens per pack.")
+    seq_length: Annotated[int, Field(ge=2, le=MAX_COUNT)] = option(512, "Tokens per pack.")
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = option(0.02, "Share of documents kept for evaluation.")
     packing_window: PositiveInt = option(256, "Documents that first-fit-decreasing looks at together.")
     max_segment_tokens: NonNegativeInt = option(

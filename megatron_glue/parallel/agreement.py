@@ -72,6 +72,11 @@ def first_message(message: str, group: ProcessGroup | None) -> str:
     return bytes(all_reduce_max(text, group).numpy()).rstrip(b"\0").decode(errors="ignore")
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or on the device; torch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error)
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank ended or did not answer in time.
 

@@ -6,10 +6,6 @@ launcher set). A process that no launcher started needs no process group at all.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,8 +16,6 @@ import torch.distributed as dist
 from megatron_glue.config.environment import RankEnvironment
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def choose_device(name: str, environment: RankEnvironment) -> torch.device:
@@ -81,24 +75,6 @@ def init_distributed(environment: RankEnvironment, timeout: timedelta, device: t
             f"{dist.get_world_size()} ranks came together",
             "check the launcher's rendezvous settings",
         )
-
-
-def end_with_launcher(environment: RankEnvironment) -> None:
-    """Ask the kernel to end this process when its launcher dies.
-
-    A launcher that is killed (kill -9, out of memory) cannot end its ranks. They would train on as orphans and write to
-    the folder from which the next start resumes. Linux only; elsewhere nothing happens.
-
-    Args:
-        environment: Who this process is. Without a launcher nothing happens.
-    """
-    if not environment.launched_by_torchrun or not sys.platform.startswith("linux"):
-        return
-    launcher = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        # It died before the kernel knew that we care.
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def shutdown() -> None:

@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,13 +24,15 @@ from megatron_glue.config.fields import flag_of
 from megatron_glue.config.loading import ResolvedConfig, describe, resolve_config
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.config.validation import validate
-from megatron_glue.parallel.agreement import is_lost_peer, together
-from megatron_glue.parallel.collectives import broadcast_
-from megatron_glue.parallel.launch import choose_device, distributed_session, end_with_launcher
+from megatron_glue.parallel.agreement import is_lost_peer, is_out_of_memory, together
+from megatron_glue.parallel.collectives import broadcast_, max_over_ranks
+from megatron_glue.parallel.grad_norm import local_gradient
+from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import CheckpointStore
-from megatron_glue.training.checkpoint_files import CheckpointError, step_of
+from megatron_glue.training.checkpoint_files import CheckpointError
 from megatron_glue.training.closing import collect_summary, sample
+from megatron_glue.training.generation import printable
 from megatron_glue.training.loop import Run, train
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.session import Session, build_session
@@ -53,19 +56,22 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None) -> int:
     environment = RankEnvironment()
     try:
         environment = RankEnvironment.from_mapping(environ)
-        end_with_launcher(environment)
         resolved = resolve_config(sys.argv[1:] if argv is None else argv, environ, defaults)
         return _run(resolved, environment)
     except ConfigError as error:
         return _report(error, EXIT_USAGE, environment)
     except (CheckpointError, OSError) as error:
         return _report(error, EXIT_FAILED, environment)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            remedy = "lower --micro-batch-size, --seq-length or the model's size, or use --double-buffer-ckpt"
+            return _report(f"out of memory ({error}); {remedy}", EXIT_FAILED, environment)
         if not is_lost_peer(error):
             raise
         return _report(f"stopped because another rank failed: {error}", EXIT_FAILED, environment)
     except KeyboardInterrupt:
-        return _report("interrupted; the same command with --save resumes", EXIT_INTERRUPTED, environment)
+        line = "interrupted; what was trained since the last checkpoint is lost, the same --save folder resumes from it"
+        return _report(line, EXIT_INTERRUPTED, environment)
 
 
 def _report(error: object, code: int, environment: RankEnvironment) -> int:
@@ -89,16 +95,13 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment) -> int:
         store.prepare()
         together(lambda: _check_summary_path(config, mesh), mesh.world_group)
         latest = store.find_latest()
-        if latest is not None and (step_of(latest.name) or 0) >= config.training.train_iters:
-            if environment.is_main:
-                print(f"{latest}: the run has finished its {config.training.train_iters} iterations; nothing to do")
-                _repeat_summary(folder, config.logging.summary_path)
-            return 0
-        session = build_session(config, mesh, device, _offload_dir(config, folder))
+        session = _build_or_clean_up(config, mesh, device, folder)
         session.provenance = resolved.provenance
         try:
             if latest is not None:
                 session.adopt(store.load(latest, session.training_state()))
+                if session.iteration >= config.training.train_iters and _is_all_done(session, latest):
+                    return 0
             monitor = _open(session, latest, resolved, warnings)
             try:
                 heldout_loss = train(Run(session, store, monitor))
@@ -149,7 +152,8 @@ def _open(session: Session, latest: Path | None, resolved: ResolvedConfig, warni
 
 def _opening(session: Session, resolved: ResolvedConfig) -> str:
     data, built = session.data, session.built
-    num_parameters = sum(param.numel() for param in built.model.parameters())
+    num_parameters = sum(local_gradient(param).numel() for param in session.engine.gradient_parameters())
+    skipped = f", {data.train.num_skipped_empty} empty texts skipped" if data.train.num_skipped_empty else ""
     return "\n".join(
         [
             describe(resolved),
@@ -158,21 +162,39 @@ def _opening(session: Session, resolved: ResolvedConfig) -> str:
             f"kernels: {built.backends.describe()}",
             built.activation.describe(),
             f"data: {data.train.num_documents:,} documents, {data.train.num_tokens:,} tokens; held out: "
-            f"{data.heldout.num_documents:,} documents; packing efficiency {data.loader.packing_efficiency:.2%}",
+            f"{data.heldout.num_documents:,} documents{skipped}",
+            f"packing efficiency {data.loader.packing_efficiency:.2%}",
         ]
     )
 
 
-def _repeat_summary(folder: Path, summary_path: str | None) -> None:
-    """Write the summary that a finished run left in its folder once more."""
-    kept = folder / SUMMARY_NAME
-    if summary_path is None or not kept.exists():
-        return
+def _build_or_clean_up(config: RunConfig, mesh: ParallelMesh, device: torch.device, folder: Path) -> Session:
+    """Build the session; a start that is refused leaves no empty folder behind."""
     try:
-        summary = json.loads(kept.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{kept}: damaged, it is no JSON; remove it") from error
-    write_json(summary_path, summary)
+        return build_session(config, mesh, device, _offload_dir(config, folder))
+    except Exception:
+        if mesh.rank == 0:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _is_all_done(session: Session, latest: Path) -> bool:
+    """Say that a loaded run has finished, and write its summary once more.
+
+    Returns:
+        False, on all ranks, if it was stopped between its last checkpoint and its summary: then the rest is to be done.
+    """
+    summary_path, kept = session.config.logging.summary_path, latest.parent / SUMMARY_NAME
+    is_whole = 0
+    if session.mesh.rank == 0:
+        print(f"{latest}: the run has finished its iterations (--train-iters {session.config.training.train_iters})")
+        with suppress(OSError, ValueError):
+            summary = json.loads(kept.read_text())
+            is_whole = int(summary["iterations"] == session.iteration)
+            if is_whole and summary_path is not None:
+                write_json(summary_path, summary)
+    return max_over_ranks(is_whole, session.mesh.world_group) == 1
 
 
 def _close(session: Session, store: CheckpointStore, heldout_loss: float) -> None:
@@ -184,7 +206,8 @@ def _close(session: Session, store: CheckpointStore, heldout_loss: float) -> Non
     if session.mesh.rank != 0:
         return
     if continuation:
-        print(f"\nsample continuation:\n{logging_config.sample_prompt}{continuation}\n")
+        shown = printable(logging_config.sample_prompt + continuation)
+        print(f"\nsample continuation:\n{shown}\n")
     print_summary(summary)
     write_json(store.root / SUMMARY_NAME, summary)
     if logging_config.summary_path is not None:

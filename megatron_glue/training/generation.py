@@ -36,6 +36,11 @@ class SamplingPlan:
     end_token: int | None = None
 
 
+def printable(text: str) -> str:
+    """Escape control characters: an untrained byte model must not ring the bell or change the terminal's state."""
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+
+
 @torch.no_grad()
 def sample_continuation(
     next_logits: Callable[[Tensor, ForwardContext, int], Tensor],

@@ -6,6 +6,7 @@ they and the bar do not write over each other.
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from typing import TextIO
@@ -59,7 +60,8 @@ class Monitor:
     """
 
     def __init__(self, style: str, *, enabled: bool, total: int, start: int = 0, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        # Standard output may be closed; then there is nobody to show anything to.
+        self._stream = stream or sys.stdout or io.StringIO()
         self._enabled = enabled and style != "none"
         self._say_enabled = enabled
         self._total = total

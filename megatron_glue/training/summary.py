@@ -52,8 +52,12 @@ def write_json(path: str | Path, content: dict[str, Any]) -> None:
     Raises:
         OSError: If the place cannot be written.
     """
-    target = Path(path)
+    target = Path(path).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not target.is_file():
+        # A device or a pipe: renaming would put a file in its place.
+        target.write_text(json.dumps(content, indent=2) + "\n")
+        return
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         aside.write_text(json.dumps(content, indent=2) + "\n")

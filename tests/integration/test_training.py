@@ -78,6 +78,19 @@ def test_a_stopped_run_resumes_bit_for_bit(corpus: str, uninterrupted: dict[str,
         assert resumed[name] == uninterrupted[name], name
     again = succeed(command, tmp_path)
     assert "finished" in again.stdout
+    assert summary(tmp_path / "s.json") == resumed, "a finished run repeats its summary"
+    (tmp_path / "run/summary.json").unlink()
+    (tmp_path / "s.json").unlink()
+    succeed(command, tmp_path)
+    for name in ("losses", "grad_norms", "heldout_loss"):
+        assert summary(tmp_path / "s.json")[name] == uninterrupted[name], (
+            "killed before its summary, it makes up for it"
+        )
+    shard = next((tmp_path / "run/step_00000012").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    damaged = run(command, tmp_path)
+    assert damaged.code == 1
+    assert "damaged" in damaged.error_lines[0]
 
 
 @pytest.mark.parametrize("num_processes", [0, 2])

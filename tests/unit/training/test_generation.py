@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_glue.training.generation import SamplingPlan, sample_continuation
+from megatron_glue.training.generation import SamplingPlan, printable, sample_continuation
 from megatron_glue.types import ForwardContext
 
 CPU = torch.device("cpu")
@@ -45,3 +45,12 @@ def test_repeats_with_the_same_seed_and_differs_with_another() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt_ids"):
         sample_continuation(count_up, [], SamplingPlan(1, 8), CPU)
+
+
+def test_control_characters_are_escaped() -> None:
+    assert printable("a\x07\x1b[31m\x00b\n\tc\u00e4") == "a\\x07\\x1b[31m\\x00b\n\tc\u00e4"
+
+
+def test_ranks_go_on_with_the_token_they_agreed_on() -> None:
+    plan = SamplingPlan(num_tokens=3, max_context_tokens=8)
+    assert sample_continuation(count_up, [1], plan, CPU, agree=lambda token: token * 0 + 7) == [7, 7, 7]

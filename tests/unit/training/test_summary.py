@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,19 @@ def test_json_is_written_aside(tmp_path: Path) -> None:
         write_json(target, {"a": object()})
     assert json.loads(target.read_text()) == {"a": 0.2}
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_device_is_written_into_and_a_link_is_kept(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_json(tmp_path / "pipe", {"a": 1})
+    assert json.loads(os.read(reader, 1000)) == {"a": 1}
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_json(tmp_path / "link", {"a": 2})
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "file").read_text()) == {"a": 2}
 
 
 def test_peak_memory_is_in_bytes() -> None:
