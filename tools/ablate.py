@@ -13,6 +13,9 @@ weights and moments before every round, and each round is one comparison from eq
 relative and gradient norms within 1e-5 in fp32 (1e-2 in bf16). On a GPU, where the baseline's own sums have no fixed
 order, that tolerance holds for all variants. The times are measured, not judged.
 
+All flags of pretrain_moe.py are accepted too (--config, --num-layers, ...). Builds, reads and waits are totals over all
+rounds, those before the measured ones included.
+
     python tools/ablate.py
     python tools/ablate.py --config examples/glue_bound.yaml --steps 6 --json ablation.json
 """
