@@ -116,7 +116,8 @@ class RankEnvironment:
                 "start with torchrun, or unset all of them",
             )
         rank, local_rank, world_size, local_world_size = (_number(environ, name) for name in LAUNCHER_NAMES[:4])
-        _number(environ, "MASTER_PORT")
+        if not 0 < (port := _number(environ, "MASTER_PORT")) < 2**16:
+            raise ConfigError("MASTER_PORT", port, "no port is above 65535 or below 1", "start with torchrun")
         for name, value, size_name, size in (
             ("RANK", rank, "WORLD_SIZE", world_size),
             ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),

@@ -94,9 +94,13 @@ class CheckpointStore:
             self._together(lambda: self._describe_share(folder))
             self._together(lambda: self._complete(folder, state, step) if self._is_first else None)
         except CheckpointError as error:
+            # torch reports a full disk as an inconsistent file, so say how much room there was.
+            room = f"{shutil.disk_usage(self.root).free / 2**20:,.0f} MiB were free in {self.root}"
             # Room is what a full disk needs most. What cannot be removed now, the next save removes.
             self._together(lambda: shutil.rmtree(folder, ignore_errors=True) if self._is_first else None)
-            raise CheckpointError(f"step {step} was not saved, earlier checkpoints are untouched: {error}") from error
+            raise CheckpointError(
+                f"step {step} was not saved, earlier checkpoints are untouched: {error}; {room}"
+            ) from error
         self._together(lambda: files.prune(self.root, self._keep_last, step) if self._is_first else None)
         return final
 

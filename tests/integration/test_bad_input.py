@@ -79,7 +79,7 @@ def test_full_disk_ends_in_one_line_and_keeps_what_was_saved(tmp_path: Path) -> 
     (tmp_path / "limited.py").write_text(program)
     more = [*command[1:], "--train-iters", "2"]
     outcome = run([str(tmp_path / "limited.py"), str(ROOT), str(ROOT / "pretrain_gpt.py"), *more], tmp_path)
-    assert_one_line(outcome, 1, "step 2 was not saved", "earlier checkpoints are untouched")
+    assert_one_line(outcome, 1, "step 2 was not saved", "earlier checkpoints are untouched", "MiB were free in run")
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["step_00000001"]
     assert sorted(path.name for path in (tmp_path / "run/step_00000001").iterdir()) == before
 

@@ -94,6 +94,7 @@ def test_f114_half_a_launcher_is_an_error(missing: str) -> None:
         ("RANK", "-1", "not a whole number"),
         ("RANK", "²", "not a whole number"),
         ("MASTER_PORT", "http", "not a whole number"),
+        ("MASTER_PORT", "99999", "no port is above 65535"),
         ("RANK", "8", "must be below WORLD_SIZE=8"),
         ("LOCAL_RANK", "4", "must be below LOCAL_WORLD_SIZE=4"),
         ("LOCAL_WORLD_SIZE", "9", "exceeds WORLD_SIZE=8"),
