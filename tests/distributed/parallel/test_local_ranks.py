@@ -1,4 +1,4 @@
-"""The harness itself: answers come back by rank, failures and hangs end every rank."""
+"""Local ranks: answers come back by rank, failures and hangs end every rank."""
 
 from __future__ import annotations
 
