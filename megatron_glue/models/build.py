@@ -97,11 +97,11 @@ def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltM
     )
     cache = PackedMetadataCache(backends.attention_layout, config.accelerator.enable_metadata_cache, place.host_reader)
     activation = build_activation_manager(config, place)
-    blocks: list[nn.Module] = []
+    blocks: dict[int, nn.Module] = {}
     for layer_index in range(config.model.num_layers):
         ffn = _build_ffn(config, layer_index, backends, place)
         block = build_decoder_block(config.model, layer_index, ffn, backends, cache, config.training.seed)
-        blocks.append(ManagedBlock(block, activation.run_block))
+        blocks[layer_index] = ManagedBlock(block, activation.run_block)
     model = GPT(
         embedding=build_token_embedding(config.model, vocab_size, config.training.seed),
         blocks=blocks,

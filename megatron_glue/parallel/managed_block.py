@@ -22,6 +22,9 @@ from typing import Any
 from torch import Tensor, nn
 
 _SHELL_ATTRIBUTE = "managed"
+PARTS_ATTRIBUTE = "parts"
+"""Where a module holds the several parts of the model that one pipeline rank has, as a list."""
+
 _WRAPPER_SEGMENTS = frozenset({_SHELL_ATTRIBUTE, "_orig_mod"})
 
 
@@ -54,8 +57,14 @@ class ManagedBlock(nn.Module):
 
 
 def canonical_name(name: str) -> str:
-    """Remove what wrappers add to a parameter's name: DDP's leading ``module``, shells, ``torch.compile``'s segment."""
+    """Remove what wrappers add to a parameter's name.
+
+    That is DDP's leading ``module``, the ``parts.N`` of a pipeline rank that holds several parts of the model, shells,
+    and the segment of ``torch.compile``.
+    """
     segments = name.split(".")
     while segments and segments[0] == "module":
         segments = segments[1:]
+    if segments[0] == PARTS_ATTRIBUTE and len(segments) > 1 and segments[1].isdigit():
+        segments = segments[2:]
     return ".".join(segment for segment in segments if segment not in _WRAPPER_SEGMENTS)

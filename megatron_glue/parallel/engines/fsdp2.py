@@ -71,7 +71,8 @@ class Fsdp2Engine(DataParallelEngine):
         options: dict[str, Any] = {"mesh": mesh.data_mesh, "mp_policy": policy, "ignored_params": ignored}
         if self._shards_experts and mesh.ep_size > 1:
             options["shard_placement_fn"] = _ExpertPlacement(mesh)
-        for block in list(getattr(model, "blocks", [])):
+        blocks = getattr(model, "blocks", [])
+        for block in list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks):
             fully_shard(block, **options)
         # Outside forward and backward every registered parameter is the sharded one, the root's too: after an
         # evaluation the default would leave gathered bf16 weights where a checkpoint expects the masters.

@@ -30,6 +30,10 @@ def test_shell_runs_its_block_through_the_manager() -> None:
         ("blocks.0.managed.attention.qkv", "blocks.0.attention.qkv"),
         ("module.blocks.0.managed._orig_mod.mlp.up", "blocks.0.mlp.up"),
         ("blocks.0.managed.module.weight", "blocks.0.module.weight"),
+        ("parts.1.blocks.3.managed.ffn.router.expert_bias", "blocks.3.ffn.router.expert_bias"),
+        ("module.parts.0.embedding.weight", "embedding.weight"),
+        ("blocks.0.parts.1.weight", "blocks.0.parts.1.weight"),
+        ("parts.weight", "parts.weight"),
     ],
 )
 def test_names_lose_what_wrappers_added(name: str, expected: str) -> None:
