@@ -12,12 +12,80 @@ Shape suffixes: S sent rows, R received rows, D model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+# torch 2.13 has new names for both and warns about the old ones.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A collective under way, so that what does not depend on it can be computed meanwhile.
+
+    Attributes:
+        result: Where its result will stand; not to be read before :meth:`wait`.
+        work: The running collective.
+    """
+
+    result: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """Return the result. On a GPU the present stream waits, not the host."""
+        self.work.wait()
+        return self.result
+
+
+def start_all_gather_rows(x_TD: Tensor, group: ProcessGroup) -> Pending:
+    """Start to put the rows of all ranks after each other, in the order of ranks.
+
+    Args:
+        x_TD: [T, ...] rows, the same number on every rank; it must not be written to before the end.
+        group: Ranks that take part.
+
+    Returns:
+        [P * T, ...] to come, P the size of the group.
+    """
+    x_TD = x_TD.detach().contiguous()
+    gathered = x_TD.new_empty((group.size() * x_TD.shape[0], *x_TD.shape[1:]))
+    return Pending(gathered, _all_gather_single(gathered, x_TD, group=group, async_op=True))
+
+
+def start_reduce_scatter_rows(x_TD: Tensor, group: ProcessGroup) -> Pending:
+    """Start to sum over ranks, of which each keeps its share of the rows.
+
+    Args:
+        x_TD: [T, ...], T a multiple of the size of the group; it must not be written to before the end.
+        group: Ranks that take part.
+
+    Returns:
+        [T / P, ...] to come: rank p's is part p of the sum.
+    """
+    x_TD = x_TD.detach().contiguous()
+    assert x_TD.shape[0] % group.size() == 0, f"{x_TD.shape[0]} rows do not split over {group.size()} ranks"
+    share = x_TD.new_empty((x_TD.shape[0] // group.size(), *x_TD.shape[1:]))
+    return Pending(share, _reduce_scatter_single(share, x_TD, group=group, async_op=True))
+
+
+def start_all_reduce_(tensor: Tensor, group: ProcessGroup) -> Pending:
+    """Start to overwrite a contiguous tensor by its sum over ranks.
+
+    Args:
+        tensor: Not to be touched before the end.
+        group: Ranks that take part.
+
+    Returns:
+        The tensor itself, to come.
+    """
+    assert tensor.is_contiguous(), "collectives work on contiguous memory"
+    return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
 def all_to_all_rows(
@@ -88,11 +156,21 @@ def all_to_all_equal(x: Tensor, group: ProcessGroup | None) -> Tensor:
     Returns:
         Same shape; chunk p came from rank p.
     """
-    if group is None:
-        return x
+    return x if group is None else start_all_to_all_equal(x, group).wait()
+
+
+def start_all_to_all_equal(x: Tensor, group: ProcessGroup) -> Pending:
+    """Start what :func:`all_to_all_equal` does.
+
+    Args:
+        x: [P * n, ...]; it must not be written to before the end.
+        group: Ranks that take part.
+
+    Returns:
+        Same shape, to come.
+    """
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.detach().contiguous(), group=group)
-    return received
+    return Pending(received, dist.all_to_all_single(received, x.detach().contiguous(), group=group, async_op=True))
 
 
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
