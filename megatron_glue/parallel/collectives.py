@@ -31,7 +31,7 @@ class Pending:
 
     Attributes:
         result: Where its result will stand; not to be read before :meth:`wait`.
-        work: The running collective.
+        work: The running collective; ``None`` if there is nothing to wait for.
     """
 
     result: Tensor
@@ -39,7 +39,8 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Return the result. On a GPU the present stream waits, not the host."""
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return self.result
 
 
@@ -213,6 +214,28 @@ def all_reduce_sum_many(tensors: Sequence[Tensor], group: ProcessGroup | None) -
         for index, part in zip(indices, flat.split([results[index].numel() for index in indices]), strict=True):
             results[index] = part.view(results[index].shape)
     return results
+
+
+def gather_rows(x_TD: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """Bring the rows of every rank to every rank; not differentiable, for small tables of the host.
+
+    Args:
+        x_TD: [T, ...] rows, as many as this rank has.
+        group: Ranks that take part.
+
+    Returns:
+        Each rank's rows, in the order of ranks.
+    """
+    if group is None:
+        return [x_TD.detach()]
+    num_rows = torch.tensor([x_TD.shape[0]])
+    counts = [torch.zeros_like(num_rows) for _ in range(group.size())]
+    dist.all_gather(counts, num_rows, group=group)
+    padded = x_TD.new_zeros((max(int(count) for count in counts), *x_TD.shape[1:]))
+    padded[: x_TD.shape[0]] = x_TD.detach()
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded, group=group)
+    return [rows[: int(count)] for rows, count in zip(gathered, counts, strict=True)]
 
 
 def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -13,6 +13,7 @@ from megatron_glue.parallel.collectives import (
     all_to_all_equal,
     all_to_all_rows,
     broadcast_,
+    gather_rows,
     max_over_ranks,
 )
 from tests.support.processes import run_distributed
@@ -78,3 +79,14 @@ def refuse_wrong_splits(rank: int, world_size: int) -> None:
 
 def test_wrong_splits_are_refused_before_anything_is_sent() -> None:
     run_distributed(refuse_wrong_splits, 2)
+
+
+def gather_uneven(rank: int, world_size: int) -> None:
+    mine = torch.arange(2 * rank).view(rank, 2) + 10 * rank
+    rows = gather_rows(mine, dist.group.WORLD)
+    assert [table.tolist() for table in rows] == [[], [[10, 11]], [[20, 21], [22, 23]]]
+    assert gather_rows(mine, None)[0].tolist() == mine.tolist()
+
+
+def test_tables_of_unequal_length_reach_all_ranks() -> None:
+    run_distributed(gather_uneven, 3)
