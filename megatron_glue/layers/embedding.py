@@ -22,6 +22,7 @@ from megatron_glue.layers.initialisation import init_normal_
 from megatron_glue.layers.rotary import num_table_positions
 from megatron_glue.ops.rope import sinusoidal_table
 from megatron_glue.parallel.precision import local
+from megatron_glue.parallel.shard_spec import ShardSpec, set_shard_spec
 
 
 def padded_vocab_size(vocab_size: int, divisor: int) -> int:
@@ -110,19 +111,26 @@ def build_token_embedding(model: ModelConfig, vocab_size: int, seed: int) -> Tok
     return embedding
 
 
-def build_output_head(model: ModelConfig, vocab_size: int, seed: int) -> OutputHead | None:
+def build_output_head(
+    model: ModelConfig, vocab_size: int, seed: int, *, has_embedding: bool = True
+) -> OutputHead | None:
     """Build and initialise the output weight.
 
     Args:
         model: Shape of the decoder.
         vocab_size: Real entries of the vocabulary.
         seed: The run's seed.
+        has_embedding: Whether the embedding is in the same part of the model. Otherwise a tied head is a copy of its
+            weight, with its values and its global name.
 
     Returns:
-        The head; ``None`` if it is tied to the embedding.
+        The head; ``None`` if it is the embedding's weight itself.
     """
-    if not model.untie_embeddings_and_output_weights:
+    is_tied = not model.untie_embeddings_and_output_weights
+    if is_tied and has_embedding:
         return None
     head = OutputHead(padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by), model.hidden_size)
-    init_normal_(head.weight, model.init_method_std, seed, "output_head.weight")
+    name = "embedding.weight" if is_tied else "output_head.weight"
+    init_normal_(head.weight, model.init_method_std, seed, name)
+    set_shard_spec(head.weight, ShardSpec(name, tuple(head.weight.shape)))
     return head

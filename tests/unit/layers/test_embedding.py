@@ -4,6 +4,7 @@ import torch
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.layers.embedding import build_output_head, build_token_embedding, padded_vocab_size
 from megatron_glue.ops.rope import sinusoidal_table
+from megatron_glue.parallel.shard_spec import get_shard_spec
 from tests.support.layer_cases import pack, small_model
 from tests.support.operator_watch import OperatorWatch
 from tests.support.tolerances import assert_close
@@ -65,3 +66,17 @@ def test_output_head_is_tied_or_its_own():
     assert head is not None
     assert tuple(head.weight.shape) == (128, 32)
     assert not torch.equal(head.weight, build_token_embedding(model, 100, 7).weight)
+
+
+def test_a_tied_head_apart_from_its_embedding_is_a_copy_with_its_name():
+    model = small_model(untie_embeddings_and_output_weights=False)
+    assert build_output_head(model, 100, 7) is None
+    head = build_output_head(model, 100, 7, has_embedding=False)
+    assert head is not None
+    assert torch.equal(head.weight, build_token_embedding(model, 100, 7).weight)
+    spec = get_shard_spec(head.weight)
+    assert spec is not None
+    assert spec.global_name == "embedding.weight"
+    own = build_output_head(small_model(untie_embeddings_and_output_weights=True), 100, 7, has_embedding=False)
+    assert own is not None
+    assert not torch.equal(own.weight, head.weight)
