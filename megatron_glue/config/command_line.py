@@ -28,7 +28,6 @@ class CommandLine:
     Attributes:
         overrides: Values in the order they were given; a later one wins.
         config_files: YAML files in the order they were given.
-        load: Folder behind Megatron-LM's ``--load``, or None.
         is_accelerator_off: Whether ``--no-accelerator`` was given.
         is_print_config: Whether ``--print-config`` was given.
         ignored: Flags that are accepted and not used.
@@ -37,7 +36,6 @@ class CommandLine:
 
     overrides: list[Override] = field(default_factory=list)
     config_files: list[str] = field(default_factory=list)
-    load: str | None = None
     is_accelerator_off: bool = False
     is_print_config: bool = False
     ignored: list[str] = field(default_factory=list)
@@ -73,7 +71,7 @@ def parse_command_line(argv: Sequence[str], defaults: RunConfig, program: str | 
 
 def known_flags() -> list[str]:
     """Return every flag that is accepted, Megatron-LM's included."""
-    flags = ["--help", "--version", "--config", "--print-config", "--no-accelerator", "--load"]
+    flags = ["--help", "--version", "--config", "--print-config", "--no-accelerator"]
     for spec in field_specs().values():
         flags += [spec.flag, *spec.off_flags]
     tables = (megatron_flags.TRANSLATED, megatron_flags.SATISFIED, megatron_flags.IGNORED, megatron_flags.REFUSED)
@@ -258,7 +256,6 @@ def _add_megatron_flags(parser: argparse.ArgumentParser) -> None:
         nargs = {0: 0, 1: None}.get(num_values, num_values)
         parser.add_argument(flag, dest=dest, action=action, nargs=nargs, payload=payload, help=argparse.SUPPRESS)
 
-    add("--load", _Action, 1, None, dest="load")
     for flag, translation in megatron_flags.TRANSLATED.items():
         add(flag, _TranslatedAction, 0 if "" in translation.words else 1, translation)
     for flag, num_values in megatron_flags.SATISFIED.items():

@@ -65,13 +65,6 @@ def resolve_config(
     overrides += _switches_off(is_disabled(environ), command_line.is_accelerator_off)
     chosen = {override.spec.name: override for override in overrides}
     config = _apply(defaults, overrides)
-    if command_line.load is not None and command_line.load != config.training.save:
-        raise ConfigError(
-            "--load",
-            command_line.load,
-            f"a run resumes from the folder it saves to, which is {config.training.save or 'not given'}",
-            "give --save with the same folder",
-        )
     if command_line.is_print_config:
         if RankEnvironment.from_mapping(environ).is_main:
             sys.stdout.write(to_yaml(config))

@@ -123,6 +123,9 @@ class MoEConfig(Section):
     moe_router_enable_expert_bias: bool = option(
         False, "Balance load by a bias on the choice of experts (auxiliary-loss-free); off: false."
     )
+    moe_shared_expert_overlap: bool = option(
+        False, "Compute the shared expert while rows travel to the routed ones; off: false."
+    )
     moe_router_bias_update_rate: NonNegativeFloat = option(0.001, "Step of that bias per optimizer step; off: 0.")
 
     def is_moe_layer(self, layer_index: int) -> bool:
@@ -138,11 +141,44 @@ class ParallelConfig(Section):
     """How ranks share the work. Sizes of 1 are off; data parallel size is what remains of the world."""
 
     tensor_model_parallel_size: PositiveInt = option(1, "Ranks that split each layer's weights; off: 1.")
+    sequence_parallel: bool = option(
+        False, "Tensor-parallel ranks also split the tokens between their products; needed with experts; off: false."
+    )
     pipeline_model_parallel_size: PositiveInt = option(1, "Ranks that split the layers; off: 1.")
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb"] = option(
+        "1f1b", "Order of forward and backward passes of a pipeline; zb: zero bubble, weight gradients last."
+    )
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = option(
+        None, "Layers of one virtual stage, of which each pipeline rank then holds several; off: unset."
+    )
+    decoder_first_pipeline_num_layers: PositiveInt | None = option(
+        None, "Layers of the first stage; unset: as even as possible."
+    )
+    decoder_last_pipeline_num_layers: PositiveInt | None = option(
+        None, "Layers of the last stage; unset: as even as possible."
+    )
     context_parallel_size: PositiveInt = option(1, "Ranks that split each sequence; off: 1.")
+    cp_comm_type: Literal["allgather", "p2p"] = option(
+        "allgather",
+        "How context-parallel ranks see each other's keys and values: all at once, or block by block in a ring (p2p).",
+        values={"allgather": "allgather", "all_gather": "allgather", "p2p": "p2p"},
+    )
     expert_model_parallel_size: PositiveInt = option(1, "Ranks that split the experts; off: 1.")
     expert_tensor_parallel_size: PositiveInt = option(1, "Ranks that split each expert; off: 1.")
-    data_parallel_engine: Literal["ddp", "fsdp2"] = option("ddp", "Replicated weights (ddp) or sharded (fsdp2).")
+    data_parallel_engine: Literal["ddp", "fsdp2", "deepspeed"] = option(
+        "ddp", "Replicated weights (ddp), sharded ones (fsdp2), or DeepSpeed's ZeRO (deepspeed)."
+    )
+    num_distributed_optimizer_instances: PositiveInt = option(
+        1, "Replicas of the sharded weights under fsdp2 (HSDP): each is sharded over dp / N ranks; off: 1."
+    )
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = option(
+        None,
+        "What data-parallel ranks split: 1 optimizer states, 2 also gradients, 3 also weights. fsdp2: 2 keeps gathered "
+        "weights from forward to backward, 3 does not; unset: 3 for fsdp2, 1 for deepspeed.",
+    )
+    deepspeed_config: str | None = option(
+        None, "DeepSpeed's own configuration, a JSON file that the derived one is merged into; off: unset."
+    )
     distributed_timeout_minutes: PositiveInt = option(10, "Longest wait for another rank, in minutes.")
 
 
@@ -153,6 +189,11 @@ class DataConfig(Section):
     json_key: str = option("text", "Key of the document text in JSONL files.")
     tokenizer_type: Literal["byte"] = option("byte", "How text becomes ids.")
     seq_length: Annotated[int, Field(ge=2, le=MAX_COUNT)] = option(512, "Tokens per pack.")
+    segment_alignment: PositiveInt = option(
+        1,
+        "Places that a document takes in a pack are rounded up to a multiple of this, in tokens. Context parallelism "
+        "needs a multiple of 2 x its size; packs depend on it, not on the layout; off: 1.",
+    )
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = option(0.02, "Share of documents kept for evaluation.")
     packing_window: PositiveInt = option(256, "Documents that first-fit-decreasing looks at together.")
     max_segment_tokens: NonNegativeInt = option(
@@ -258,6 +299,16 @@ class TrainConfig(Section):
     save: str | None = option(None, "Folder of checkpoints to write and to resume from; unset: a new folder per start.")
     save_interval: NonNegativeInt = option(50, "Iterations between checkpoints; off (only at the end): 0.")
     keep_last: PositiveInt = option(2, "Complete checkpoints kept on disk.")
+    async_save: bool = option(False, "Write checkpoints in the background while training goes on; off: false.")
+    load: str | None = option(
+        None, "Run folder or checkpoint to start from when --save holds no checkpoint yet; off: unset."
+    )
+    load_fallback: bool = option(
+        False, "If the newest checkpoint is damaged, take the newest good one; off (refuse): false."
+    )
+    check_ranks: bool = option(
+        False, "Compare replicated weights and each micro-batch between the ranks that must agree; off: false."
+    )
     seed: NonNegativeInt = option(1234, "Seed of weights, data order and dropout.")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to compute; auto: a GPU if there is one.")
     precision: Literal["auto", "fp32", "bf16"] = option("auto", "Compute type; auto: bf16 on a GPU, fp32 on a CPU.")

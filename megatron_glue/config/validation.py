@@ -8,15 +8,14 @@ in ``sections.py``. Whether this machine has the devices and kernels that a run 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
+from megatron_glue.config.layout_rules import LAYOUT_RULES, Rule, layout_warnings
 from megatron_glue.config.sections import MoEConfig, RunConfig
-
-Rule = Callable[[RunConfig, int], Iterator[ConfigError]]
 
 
 def validate(config: RunConfig, world_size: int, device_type: str | None = None) -> list[str]:
@@ -51,17 +50,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
 
 def _error(field: str, value: Any, reason: str, remedy: str) -> ConfigError:
     return ConfigError(flag_of(field), value, reason, remedy)
-
-
-def _axes_of_this_version(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
-    for field in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_tensor_parallel_size",
-    ):
-        if (size := getattr(config.parallel, field)) != 1:
-            yield _error(field, size, "not available in this version", "set it to 1")
 
 
 def _heads(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
@@ -161,36 +149,12 @@ def _experts(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
             f"does not divide --num-experts {moe.num_experts}",
             "use a divisor of the number of experts",
         )
-
-
-def _layout(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
-    parallel, training = config.parallel, config.training
-    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    if world_size % split:
-        yield ConfigError(
-            "WORLD_SIZE",
-            world_size,
-            f"is no multiple of tensor x pipeline x context parallel size ({split})",
-            "start another number of processes",
-        )
-        return
-    dp_size = world_size // split
-    ep_size = parallel.expert_model_parallel_size
-    if dp_size % ep_size:
+    if moe.moe_shared_expert_overlap and not moe.moe_shared_expert_intermediate_size:
         yield _error(
-            "expert_model_parallel_size",
-            ep_size,
-            f"does not divide the {dp_size} data-parallel ranks",
-            "use a divisor of their number, or start more processes",
-        )
-    unit = training.micro_batch_size * dp_size
-    if training.global_batch_size % unit:
-        rounded = unit * -(-training.global_batch_size // unit)
-        yield _error(
-            "global_batch_size",
-            training.global_batch_size,
-            f"is no multiple of --micro-batch-size {training.micro_batch_size} x {dp_size} data-parallel ranks",
-            f"use e.g. {rounded}",
+            "moe_shared_expert_overlap",
+            "on",
+            "there is no shared expert",
+            "give --moe-shared-expert-intermediate-size or turn this off",
         )
 
 
@@ -260,12 +224,11 @@ def _offload_folder(config: RunConfig, world_size: int) -> Iterator[ConfigError]
 
 
 RULES: tuple[Rule, ...] = (
-    _axes_of_this_version,
     _heads,
     _positions,
     _layer_patterns,
     _experts,
-    _layout,
+    *LAYOUT_RULES,
     _learning_rate,
     _recompute,
     _name,
@@ -298,6 +261,7 @@ def _warnings(config: RunConfig, device_type: str) -> Iterator[str]:
             yield "--activation-offload-dir: no effect without --double-buffer-ckpt or --activation-offload"
         if config.activation.activation_debug_poison:
             yield "--activation-debug-poison: no effect without --double-buffer-ckpt or --activation-offload"
+    yield from layout_warnings(config)
     if training.precision == "bf16" and device_type == "cpu":
         yield (
             "--precision=bf16: CPUs without bf16 instructions multiply at a fraction of a GFLOP/s in it; "

@@ -36,11 +36,11 @@ def wrap_data_parallel(
         precision: Compute dtype.
 
     Returns:
-        The engine; with one data-parallel rank, one that reduces nothing, whichever was asked for.
+        The engine; on one process, one that reduces nothing, whichever was asked for.
     """
     with keep_shard_specs(model):
-        if mesh.dp_size == 1:
+        if mesh.world_size == 1:
             return SingleEngine(model)
         if parallel.data_parallel_engine == "ddp":
             return DdpEngine(model, mesh)
-        return Fsdp2Engine(model, mesh, precision)
+        return Fsdp2Engine(model, mesh, precision, zero_stage=3 if parallel.zero_stage is None else parallel.zero_stage)

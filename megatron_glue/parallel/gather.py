@@ -5,18 +5,23 @@ Everything here talks to all ranks and reads the device. Nothing of it belongs i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron_glue.ops.dropout import derive_seed, seed_of_name
+from megatron_glue.parallel.collectives import max_over_ranks
 from megatron_glue.parallel.managed_block import canonical_name
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.parallel.shard_spec import EXPERT_AXIS, get_shard_spec, is_expert_parameter
+from megatron_glue.parallel.shard_spec import get_shard_spec
 
 
 def gather_full_parameters(model: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
-    """Every parameter as one whole CPU tensor, on every rank.
+    """Every parameter of the whole model as one CPU tensor, on every rank.
 
     Args:
         model: The model or an engine's ``module``.
@@ -25,11 +30,11 @@ def gather_full_parameters(model: nn.Module, mesh: ParallelMesh) -> dict[str, Te
     Returns:
         Global name -> tensor, the same keys and values under every layout.
     """
-    return {global_name(name, p): _gather(p.detach(), p, mesh) for name, p in model.named_parameters()}
+    return gather_full_tensors(((name, p, p.detach()) for name, p in model.named_parameters()), mesh)
 
 
 def gather_full_gradients(model: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
-    """Every gradient as one whole CPU tensor, on every rank.
+    """Every gradient of the whole model as one CPU tensor, on every rank.
 
     Args:
         model: The model or an engine's ``module``, after ``finish_backward``.
@@ -38,9 +43,25 @@ def gather_full_gradients(model: nn.Module, mesh: ParallelMesh) -> dict[str, Ten
     Returns:
         Global name -> tensor; parameters without a gradient are left out.
     """
-    return {
-        global_name(name, p): _gather(p.grad, p, mesh) for name, p in model.named_parameters() if p.grad is not None
-    }
+    return gather_full_tensors(((name, p, p.grad) for name, p in model.named_parameters() if p.grad is not None), mesh)
+
+
+def gather_full_tensors(items: Iterable[tuple[str, Tensor, Tensor]], mesh: ParallelMesh) -> dict[str, Tensor]:
+    """Gather anything that is laid out like parameters.
+
+    Args:
+        items: Local name, parameter, and a tensor of the parameter's layout; in one order on all ranks of a stage.
+        mesh: The run's mesh.
+
+    Returns:
+        Global name -> CPU tensor, of all pipeline stages, on every rank.
+    """
+    whole = {global_name(name, param): _gather(value, param, mesh) for name, param, value in items}
+    if mesh.pp_group is None:
+        return whole
+    stages: list[dict[str, Tensor] | None] = [None] * mesh.pp_size
+    dist.all_gather_object(stages, whole, group=mesh.pp_group)
+    return {name: tensor for stage in stages if stage for name, tensor in stage.items()}
 
 
 def global_name(name: str, param: Tensor) -> str:
@@ -52,52 +73,95 @@ def global_name(name: str, param: Tensor) -> str:
 def _gather(value: Tensor, param: Tensor, mesh: ParallelMesh) -> Tensor:
     if isinstance(value, DTensor):
         for axis in range(value.device_mesh.ndim):
-            # One axis at a time, outer first: experts are split over ep before they are split over edp.
+            # One axis at a time, outer first: parameters are split over tp or ep before they are split over dp.
             placements = list(value.placements)
             placements[axis] = Replicate()
             value = value.redistribute(placements=placements)
         return value.to_local().cpu()
+    value = value.detach()
     spec = get_shard_spec(param)
-    if spec is None or mesh.ep_group is None or not is_expert_parameter(param):
-        return value.detach().cpu().clone()
-    parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(mesh.ep_size)]
-    dist.all_gather(parts, value.contiguous(), group=mesh.ep_group)
-    return torch.cat(parts, dim=dict(spec.shard_dims)[EXPERT_AXIS]).cpu()
+    # Inner axes first: each step restores what the next outer axis has split.
+    for axis, dim in reversed(spec.shard_dims if spec else ()):
+        group = mesh.groups.get(axis)
+        if group is None:
+            continue
+        value = value.contiguous()
+        parts = [torch.empty_like(value) for _ in range(mesh.sizes[axis])]
+        dist.all_gather(parts, value, group=group)
+        value = torch.cat(parts, dim=dim)
+    return value.cpu().clone()
 
 
 def differing_replicas(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     """Names of parameters that are not bit-equal on the ranks that should hold the same values.
 
-    Compares 64-bit fingerprints, two collectives for the whole model. Sharded (DTensor) parameters have no replicas.
+    Every rank sends (name, slice, fingerprint) of each parameter as three 64-bit numbers; whoever has the same name and
+    slice must have the same fingerprint, whatever the layout. One collective for the whole model.
 
     Args:
         model: The model or an engine's ``module``.
         mesh: The run's mesh.
 
     Returns:
-        Global names, the same list on all ranks; empty if all agree.
+        Global names with the ranks that hold them, the same list on all ranks; empty if all agree.
     """
-    differing: list[str] = []
-    plain = [(name, p) for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    for group, of_experts in ((mesh.dp_group, False), (mesh.edp_group, True)):
-        members = [(name, p) for name, p in plain if is_expert_parameter(p) == of_experts]
-        if group is None or not members:
-            continue
-        fingerprints = torch.stack([_fingerprint(p) for _, p in members])
-        # max(f) == -max(-f) exactly if all are equal.
-        extremes = torch.stack([fingerprints, -fingerprints])
-        # Experts differ between ep ranks by design, so each group judges for itself; then all learn of it.
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        differs = (extremes[0] != -extremes[1]).to(torch.int64)
-        dist.all_reduce(differs, dist.ReduceOp.MAX, group=mesh.dp_group)
-        differing += [global_name(*members[i]) for i, flag in enumerate(differs.tolist()) if flag]
+    if mesh.world_group is None:
+        return []
+    own = {global_name(name, param): param for name, param in model.named_parameters()}
+    rows = [
+        torch.stack([torch.tensor(seed_of_name(name)), torch.tensor(_slice_id(param, mesh)), _fingerprint(param).cpu()])
+        for name, param in own.items()
+    ]
+    table = torch.zeros(max_over_ranks(len(rows), mesh.world_group), 3, dtype=torch.int64)
+    if rows:
+        table[: len(rows)] = torch.stack(rows)
+    tables = [torch.empty_like(table) for _ in range(mesh.world_size)]
+    dist.all_gather(tables, table, group=mesh.world_group)
+    differing = _disagreements(torch.stack(tables).numpy())
+    if not differing:
+        return []
+    names: list[list[str] | None] = [None] * mesh.world_size
+    dist.all_gather_object(names, list(own), group=mesh.world_group)
+    by_hash = {seed_of_name(name): name for rank_names in names if rank_names for name in rank_names}
+    return [f"{by_hash[key]} (ranks {ranks})" for key, ranks in differing.items()]
+
+
+def _disagreements(tables: np.ndarray) -> dict[int, str]:
+    """Hash of each name whose holders differ -> their ranks in words.
+
+    Args:
+        tables: int64 [ranks, parameters, 3] of (name, slice, fingerprint); rows of zeros are filling.
+    """
+    ranks = np.broadcast_to(np.arange(tables.shape[0])[:, None], tables.shape[:2])[tables[..., 0] != 0]
+    rows = tables[tables[..., 0] != 0]
+    order = np.lexsort((ranks, rows[:, 1], rows[:, 0]))
+    rows, ranks = rows[order], ranks[order]
+    differing: dict[int, str] = {}
+    starts = np.flatnonzero(np.r_[True, (rows[1:, :2] != rows[:-1, :2]).any(axis=1)]) if len(rows) else []
+    for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+        if (rows[start:end, 2] != rows[start, 2]).any():
+            differing[int(rows[start, 0])] = ", ".join(map(str, ranks[start:end]))
     return differing
+
+
+def _slice_id(param: Tensor, mesh: ParallelMesh) -> int:
+    """A number that ranks share if they hold the same slice of the same parameter."""
+    parts: list[int] = []
+    if isinstance(param, DTensor):
+        coordinate = param.device_mesh.get_coordinate()
+        assert coordinate is not None, "a rank outside the mesh holds no parameter on it"
+        for index, placement in zip(coordinate, param.placements, strict=True):
+            parts.append(-1 if placement.is_replicate() else index)
+    elif (spec := get_shard_spec(param)) is not None:
+        parts = [mesh.axis_ranks[axis] for axis, _ in spec.shard_dims]
+    return derive_seed(*parts)
 
 
 def _fingerprint(param: Tensor) -> Tensor:
     """int64 scalar of a tensor's bits and their order; collisions are not adversary-proof, only unlikely."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = param.detach().contiguous().view(-1).view(integers[param.element_size()]).to(torch.int64)
+    local = param.to_local() if isinstance(param, DTensor) else param
+    bits = local.detach().contiguous().view(-1).view(integers[param.element_size()]).to(torch.int64)
     position = torch.arange(bits.numel(), device=bits.device, dtype=torch.int64)
     # Odd multipliers that depend on the position; int64 products wrap, on every device alike.
     return ((bits + 1) * (2 * position + 1) * 0x5851F42D4C957F2D).sum()

@@ -1,14 +1,15 @@
 """The gradient norm of the whole model, each logical slice counted once, without reading the device.
 
 Where a gradient lies follows from its layout: a DTensor knows its placements, a plain parameter its ShardSpec. A slice
-that r of the data-parallel ranks hold contributes 1/r on each of them, so one sum over dp is right for every layout:
-replicated or sharded, dense or expert, in any mixture.
+that r ranks hold contributes 1/r on each of them, so one sum over all ranks is right for every layout: replicated or
+sharded, dense or expert, on one pipeline stage or tied between two, in any mixture.
 
 Stands between ``engine.finish_backward()`` and the optimizer. It knows no engine.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.parallel.shard_spec import is_expert_parameter
+from megatron_glue.parallel.shard_spec import EMBEDDING_AXIS, get_shard_spec
 
 
 def global_grad_norm(params: Iterable[nn.Parameter], mesh: ParallelMesh) -> Tensor:
@@ -38,8 +39,8 @@ def global_grad_norm(params: Iterable[nn.Parameter], mesh: ParallelMesh) -> Tens
     total = torch.zeros((), dtype=torch.float32, device=params[0].device if params else None)
     for replicas, grads in sorted(by_replicas.items()):
         total = total + torch.nn.utils.get_total_norm(grads).float().square() / replicas
-    if mesh.dp_group is not None:
-        dist.all_reduce(total, group=mesh.dp_group)
+    if mesh.world_group is not None:
+        dist.all_reduce(total, group=mesh.world_group)
     return total.sqrt()
 
 
@@ -72,21 +73,25 @@ def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor) -> None:
 
 
 def num_replicas(param: Tensor, mesh: ParallelMesh) -> int:
-    """How many data-parallel ranks hold the same slice of a parameter.
+    """How many ranks hold the same slice of a parameter.
 
     Args:
         param: A parameter, plain or DTensor.
         mesh: The run's mesh.
 
     Returns:
-        dp_size for a replicated parameter, 1 for a fully sharded one.
+        All ranks of the stage for a replicated parameter, 1 for one that is sharded over all of them; twice that for a
+        parameter that the first and the last stage share.
     """
+    num_slices = 1
+    spec = get_shard_spec(param)
     if isinstance(param, DTensor):
-        num_shards = 1
         for axis, placement in enumerate(param.placements):
-            num_shards *= 1 if placement.is_replicate() else param.device_mesh.size(axis)
-        return mesh.dp_size // num_shards
-    return mesh.edp_size if is_expert_parameter(param) else mesh.dp_size
+            num_slices *= 1 if placement.is_replicate() else param.device_mesh.size(axis)
+    elif spec is not None:
+        num_slices = math.prod(mesh.axis_sizes[axis] for axis, _ in spec.shard_dims)
+    is_tied = spec is not None and EMBEDDING_AXIS in spec.partial_axes and mesh.pp_size > 1
+    return mesh.stage_size // num_slices * (2 if is_tied else 1)
 
 
 def local_gradient(grad: Tensor) -> Tensor:

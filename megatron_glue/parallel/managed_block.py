@@ -56,6 +56,12 @@ class ManagedBlock(nn.Module):
         return self._run_block(self.managed, x_TD, context)
 
 
+def model_parts(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that one rank holds: those of a pipeline rank, or the model itself."""
+    parts = getattr(model, PARTS_ATTRIBUTE, None)
+    return list(parts) if isinstance(parts, nn.ModuleList) else [model]
+
+
 def canonical_name(name: str) -> str:
     """Remove what wrappers add to a parameter's name.
 

@@ -89,7 +89,7 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment) -> int:
     warnings = [*resolved.warnings, *validate(config, environment.world_size, device.type)]
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     with distributed_session(environment, timeout, device):
-        mesh = ParallelMesh.build(config.parallel, device.type)
+        mesh = ParallelMesh.build(config.parallel, device.type, config.model.num_kv_heads)
         folder = _run_folder(config, mesh)
         store = CheckpointStore(folder, config.training.keep_last, mesh)
         store.prepare()

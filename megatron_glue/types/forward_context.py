@@ -59,7 +59,7 @@ class ForwardContext:
     """One micro-batch, as blocks see it.
 
     Attributes:
-        sequence: The packed layout, on the model's device.
+        sequence: The packed layout, on the model's device; under context parallelism this rank's share of it.
         seed: The run's seed.
         step: Optimizer step, counted from 0.
         micro_batch: GLOBAL index of the micro-batch in the step, the same under every layout.
@@ -67,6 +67,8 @@ class ForwardContext:
         decisions: Where a block saves and finds its routing decision; ``None`` when nothing will be recomputed.
         is_recompute: True when the block runs a second time, for backward.
         router_log: List that MoE layers append a :class:`RouterRecord` to, in forward only; ``None`` to log nothing.
+        residual_rows: Rows of the layout that the residual stream holds on this rank, under sequence parallelism;
+            ``None`` for all.
     """
 
     sequence: PackedSequence
@@ -77,3 +79,4 @@ class ForwardContext:
     decisions: SavedDecisions | None = None
     is_recompute: bool = False
     router_log: list[RouterRecord] | None = field(default=None, repr=False)
+    residual_rows: slice | None = None

@@ -12,11 +12,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megatron_glue.parallel.gather import gather_full_gradients
+from megatron_glue.parallel.grad_norm import clip_gradients
 from megatron_glue.parallel.managed_block import canonical_name
+from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.shard_spec import ShardSpec, get_shard_spec, set_shard_spec
 
 
@@ -24,16 +28,19 @@ class DataParallelEngine(ABC):
     """Wraps a model so that its gradients become sums over the data-parallel ranks.
 
     The order of a step: for each micro-batch ``with engine.micro_batch(is_last): loss = engine.module(...);
-    loss.backward()``, then ``engine.finish_backward()``, then gradient norm and optimizer. All ranks run the same
-    number of micro-batches; one without valid tokens counts too.
+    engine.backward(loss)``, then ``engine.finish_backward()``, then ``engine.clip_gradients()`` and the optimizer. A
+    pipeline schedule, which orders passes itself, says ``engine.begin_pipeline(n)`` instead of ``micro_batch``. All
+    ranks run the same number of micro-batches; one without valid tokens counts too.
 
     Attributes:
         module: What to call for forward.
         model: The model inside it: same parameters, names without the engine's prefix. For sampling and checkpoints.
+        mesh: The run's mesh.
     """
 
     module: nn.Module
     model: nn.Module
+    mesh: ParallelMesh
 
     @abstractmethod
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
@@ -43,9 +50,40 @@ class DataParallelEngine(ABC):
             is_last: Whether this is the last micro-batch of the optimizer step.
         """
 
+    def begin_pipeline(self, num_micro_batches: int) -> None:
+        """A pipeline schedule is about to run this many backward passes through every part of the model."""
+        del num_micro_batches
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward from a micro-batch's loss, already divided by the labels of the step."""
+        loss.backward()
+
     @abstractmethod
     def finish_backward(self) -> None:
         """Reduce what backward itself did not, and give zeros to trainable parameters without a gradient."""
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Measure the global gradient norm, and scale all gradients down to it if they exceed ``max_norm``.
+
+        Args:
+            max_norm: Largest norm, the same on all ranks; 0 measures only.
+
+        Returns:
+            The norm before clipping, fp32 scalar on the device, the same on all ranks.
+        """
+        return clip_gradients(self.gradient_parameters(), max_norm, self.mesh)
+
+    def attach_optimizer(self, optimizer: Any) -> Any:
+        """Take the run's optimizer and return the one to use; the same, unless the engine brings its own.
+
+        Args:
+            optimizer: Built from :meth:`gradient_parameters`.
+        """
+        return optimizer
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Every gradient as one whole CPU tensor by global name, on every rank, after :meth:`finish_backward`."""
+        return gather_full_gradients(self.model, self.mesh)
 
     def reset(self) -> None:
         """Drop all gradients and forget a forward that an exception ended, so that a next step can run.
@@ -69,6 +107,7 @@ class SingleEngine(DataParallelEngine):
 
     def __init__(self, model: nn.Module) -> None:
         self.module = self.model = model
+        self.mesh = ParallelMesh()
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Nothing to hold back."""

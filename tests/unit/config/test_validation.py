@@ -15,10 +15,6 @@ from megatron_glue.config.validation import problems, validate
 EXPERTS = {"num_experts": 8}
 
 BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
-    ("tp", {"parallel": {"tensor_model_parallel_size": 2}}, 2, "--tensor-model-parallel-size", "not available"),
-    ("pp", {"parallel": {"pipeline_model_parallel_size": 2}}, 2, "--pipeline-model-parallel-size", "not available"),
-    ("cp", {"parallel": {"context_parallel_size": 2}}, 2, "--context-parallel-size", "not available"),
-    ("etp", {"parallel": {"expert_tensor_parallel_size": 2}}, 2, "--expert-tensor-parallel-size", "not available"),
     ("heads", {"model": {"hidden_size": 250}}, 1, "--num-attention-heads", "does not divide --hidden-size 250"),
     ("groups", {"model": {"num_query_groups": 3}}, 1, "--num-query-groups", "does not divide"),
     ("more groups than heads", {"model": {"num_query_groups": 8}}, 1, "--num-query-groups", "does not divide"),

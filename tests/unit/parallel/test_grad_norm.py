@@ -68,7 +68,7 @@ def test_f25_norm_and_clipping_read_nothing_on_the_host() -> None:
 
 
 def test_replicas_follow_from_the_layout() -> None:
-    mesh = ParallelMesh(world_size=8, dp_size=8, ep_size=4, edp_size=2)
+    mesh = ParallelMesh(world_size=8, sizes={"stage": 8, "dp": 8, "ep": 4, "edp": 2})
     dense, expert = make_params([1.0], [1.0])
     set_shard_spec(expert, ShardSpec("experts", (4,), (("ep", 0),)))
     assert num_replicas(dense, mesh) == 8
