@@ -1,5 +1,6 @@
 """Floor 0: frozen contracts between rooms, with their invariants. No computation, no configuration."""
 
+from megatron_glue.types.context_shard import ContextShard
 from megatron_glue.types.dispatch import DispatchMetadata, RoutingDecision
 from megatron_glue.types.forward_context import ForwardContext, RouterRecord, SavedDecisions
 from megatron_glue.types.packed_batch import IGNORE_LABEL, PackedBatch
@@ -9,6 +10,7 @@ from megatron_glue.types.token_groups import TokenGroups
 __all__ = [
     "IGNORE_LABEL",
     "PAD_SEGMENT_ID",
+    "ContextShard",
     "DispatchMetadata",
     "ForwardContext",
     "PackedBatch",

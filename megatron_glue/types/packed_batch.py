@@ -8,7 +8,8 @@ Shape suffixes: T tokens of the micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class PackedBatch:
         input_ids_T: int64 token ids.
         labels_T: int64 next-token ids; ``IGNORE_LABEL`` on the last token of a segment and on padding.
         sequence: The layout, for the same T tokens.
-        num_label_tokens: Number of labels that are not ``IGNORE_LABEL`` (host integer).
+        num_label_tokens: Number of labels here that are not ``IGNORE_LABEL`` (host integer).
         pack_ids: Index in the global stream of packs of each pack in this micro-batch.
     """
 
@@ -53,10 +54,18 @@ class PackedBatch:
         """Return the batch with all tensors on ``device``; itself if they are there already."""
         if torch.device(device) == self.input_ids_T.device:
             return self
-        return PackedBatch(
-            input_ids_T=self.input_ids_T.to(device, non_blocking=non_blocking),
-            labels_T=self.labels_T.to(device, non_blocking=non_blocking),
-            sequence=self.sequence.to(device, non_blocking=non_blocking),
-            num_label_tokens=self.num_label_tokens,
-            pack_ids=self.pack_ids,
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
+        """Return the batch with ``function`` applied to each tensor, those of its layout included."""
+        return replace(
+            self,
+            input_ids_T=function(self.input_ids_T),
+            labels_T=function(self.labels_T),
+            sequence=self.sequence.map_tensors(function),
         )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the batch, those of its layout included."""
+        return self.input_ids_T, self.labels_T, *self.sequence.tensors

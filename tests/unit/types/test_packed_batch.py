@@ -39,3 +39,11 @@ def test_to_moves_everything() -> None:
     devices = {moved.input_ids_T.device, moved.labels_T.device, moved.sequence.device}
     assert devices == {torch.device("meta")}
     assert (moved.num_label_tokens, moved.pack_ids) == (2, (7,))
+
+
+def test_tensors_are_all_of_them() -> None:
+    here = batch()
+    doubled = here.map_tensors(lambda tensor: tensor * 2)
+    assert len(here.tensors) == 4
+    assert all(torch.equal(a * 2, b) for a, b in zip(here.tensors, doubled.tensors, strict=True))
+    assert (doubled.num_label_tokens, doubled.pack_ids) == (2, (7,))

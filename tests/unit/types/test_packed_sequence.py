@@ -95,3 +95,55 @@ def test_layouts_do_not_share_cache_entries() -> None:
     first.cache_entries["key"] = 1
     assert second.cache_entries == {}
     assert first != second, "layouts are compared by identity"
+
+
+def test_a_shard_keeps_segment_and_position_of_every_token() -> None:
+    whole = PackedSequence.from_lengths([5, 3, 7], 5, [0, 40, 2])
+    parts = [whole.shard(rank, 2, 4) for rank in range(2)]
+    for part in parts:
+        assert part.token_ids_T is not None
+        assert torch.equal(part.segment_ids_T, whole.segment_ids_T[part.token_ids_T])
+        assert torch.equal(part.positions_T, whole.positions_T[part.token_ids_T])
+        assert (part.num_tokens, part.num_segments, part.whole_lengths) == (10, 3, (5, 3, 7))
+        assert part.position_starts == (0, 40, 2)
+    assert [part.lengths for part in parts] == [(2, 1, 3), (3, 2, 4)]
+    assert parts[0].positions_T.tolist() == [0, 1, 40, 2, 3, 8, 0, 0, 0, 0]
+    assert parts[1].segment_ids_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, PAD_SEGMENT_ID]
+    assert whole.whole_lengths == whole.lengths
+
+
+def test_a_segment_may_have_no_token_on_a_rank() -> None:
+    part = PackedSequence.from_lengths([1, 4, 1], 6).shard(1, 2, 4)
+    assert (part.lengths, part.num_segments, part.max_seqlen) == ((0, 2, 0), 3, 2)
+    assert part.segment_ids_T.tolist() == [1, 1] + [PAD_SEGMENT_ID] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"token_ids_T": None}, "give both or none"),
+        ({"context_shard": None}, "give both or none"),
+        ({"lengths": (2, 1, 2), "num_pad_tokens": 5}, r"leaves rank 0 \(2, 1, 3\)"),
+        ({"num_pad_tokens": 3}, "9 tokens in the row: the cut gives every rank 10"),
+        ({"token_ids_T": torch.zeros(9, dtype=torch.int64)}, "token_ids_T has shape"),
+        ({"token_ids_T": torch.zeros(10, dtype=torch.int32)}, "token_ids_T has dtype"),
+    ],
+)
+def test_parts_that_contradict_the_cut_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        replace(PackedSequence.from_lengths([5, 3, 7], 5).shard(0, 2, 4), **changes)
+
+
+def test_only_a_whole_layout_on_the_host_is_cut() -> None:
+    whole = PackedSequence.from_lengths([5, 3, 7], 5)
+    for other in (whole.to("meta"), whole.shard(0, 2, 4)):
+        with pytest.raises(ValueError, match="only a whole micro-batch on the CPU"):
+            other.shard(0, 2, 4)
+
+
+def test_to_moves_the_tensors_of_a_shard() -> None:
+    part = PackedSequence.from_lengths([5, 3, 7], 5).shard(0, 2, 4)
+    moved = part.to("meta")
+    assert moved.context_shard is part.context_shard
+    assert len(moved.tensors) == 3
+    assert {tensor.device.type for tensor in moved.tensors} == {"meta"}
