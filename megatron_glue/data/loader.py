@@ -2,19 +2,21 @@
 
 Stands between the global stream of packs and the training step. A rank builds only its own micro-batches, but knows
 the plan of the whole step: how many labels all ranks have together is a host integer here, so the loss is normalised
-without a collective and without reading a device. Position means consumed: what was prefetched and not handed out is
-built again after a resume. It does not evaluate; ``heldout.py`` does.
+without a collective and without reading a device. Under context parallelism a rank cuts its rows out of whole
+micro-batches. Position means consumed: what was prefetched and not handed out is built again after a resume. It does
+not evaluate; ``heldout.py`` does.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.data.context_shard import shard_batch
 from megatron_glue.data.pack_stream import PackStream, StreamPosition, assemble_batch
 from megatron_glue.types.packed_batch import PackedBatch
 
@@ -31,14 +33,20 @@ class BatchPlan:
         global_batch_size: Packs per optimizer step over all ranks.
         dp_rank: This rank's index among the data-parallel ranks.
         dp_size: Number of data-parallel ranks.
+        cp_rank: This rank's index among the context-parallel ranks, which share the same packs.
+        cp_size: Number of context-parallel ranks; off: 1.
     """
 
     micro_batch_size: int
     global_batch_size: int
     dp_rank: int = 0
     dp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
 
     def __post_init__(self) -> None:
+        if not 0 <= self.cp_rank < self.cp_size:
+            raise ValueError(f"cp_rank={self.cp_rank}: must lie between 0 and cp_size={self.cp_size}")
         if not 0 <= self.dp_rank < self.dp_size:
             raise ValueError(f"dp_rank={self.dp_rank}: must lie between 0 and dp_size={self.dp_size}")
         per_round = self.micro_batch_size * self.dp_size
@@ -129,7 +137,7 @@ class BatchLoader:
         """Return this rank's micro-batches of the next optimizer step, on the device.
 
         Returns:
-            ``num_micro_batches`` batches of ``micro_batch_size * seq_length`` tokens each.
+            ``num_micro_batches`` batches of ``micro_batch_size * seq_length / cp_size`` tokens each.
 
         Raises:
             Exception: Whatever building the step raised, in the prefetching thread too. The position stays.
@@ -160,10 +168,12 @@ class BatchLoader:
         """Go to a saved position. Ranks and batch sizes may differ from when it was saved.
 
         Raises:
-            ConfigError: If the position belongs to other documents, another seed, length or window.
+            ConfigError: If the position belongs to other documents, another seed, length, window or alignment.
         """
+        # Positions saved before there was an alignment are those of none.
+        of_position = {"segment_alignment": 1} | state["stream"]
         for name, now in self._stream.identity().items():
-            saved = state["stream"][name]
+            saved = of_position[name]
             if saved != now:
                 raise ConfigError(
                     "--data-path" if name == "documents" else f"--{name.replace('_', '-')}",
@@ -201,13 +211,20 @@ class BatchLoader:
         packs, end = self._stream.take(position, plan.global_batch_size)
         num_tokens = plan.micro_batch_size * self._stream.seq_length
         batches = [
-            assemble_batch(documents, packs[plan.packs_of(index)], num_tokens)
+            shard_batch(
+                assemble_batch(documents, packs[plan.packs_of(index)], num_tokens),
+                plan.cp_rank,
+                plan.cp_size,
+                self._stream.rule.alignment,
+            )
             for index in range(plan.num_micro_batches)
         ]
         copied = None
         if self._copy_stream is not None:
             with torch.cuda.stream(self._copy_stream):
-                batches = [_pinned(batch).to(self._device, non_blocking=True) for batch in batches]
+                # Page-locked memory is what makes a copy to the device asynchronous.
+                pinned = [batch.map_tensors(torch.Tensor.pin_memory) for batch in batches]
+                batches = [batch.to(self._device, non_blocking=True) for batch in pinned]
                 copied = torch.cuda.Event()
                 copied.record(self._copy_stream)
         return _Step(
@@ -224,7 +241,7 @@ class BatchLoader:
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(step.copied)
         for batch in step.batches:
-            for tensor in _tensors(batch):
+            for tensor in batch.tensors:
                 tensor.record_stream(computing)
 
 
@@ -235,14 +252,3 @@ def _start_worker(device: torch.device) -> ThreadPoolExecutor:
     if device.type != "cuda":
         return ThreadPoolExecutor(1, thread_name_prefix=name)
     return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(device,))
-
-
-def _tensors(batch: PackedBatch) -> tuple[torch.Tensor, ...]:
-    return batch.input_ids_T, batch.labels_T, batch.sequence.segment_ids_T, batch.sequence.positions_T
-
-
-def _pinned(batch: PackedBatch) -> PackedBatch:
-    """Return the batch in page-locked memory, which is what makes a copy to the device asynchronous."""
-    ids, labels, segment_ids, positions = (tensor.pin_memory() for tensor in _tensors(batch))
-    sequence = replace(batch.sequence, segment_ids_T=segment_ids, positions_T=positions, cache_entries={})
-    return replace(batch, input_ids_T=ids, labels_T=labels, sequence=sequence)

@@ -74,16 +74,17 @@ class PackStream:
         seq_length: Tokens per pack.
         window: Documents packed together.
         seed: The run's seed; with the epoch it decides the order.
+        alignment: Segments cost their length rounded up to this; off: 1.
 
     Raises:
-        ConfigError: If there are no documents or the length or window is out of range.
+        ConfigError: If there are no documents or the length, window or alignment is out of range.
     """
 
-    def __init__(self, documents: DocumentSet, seq_length: int, window: int, seed: int) -> None:
+    def __init__(self, documents: DocumentSet, seq_length: int, window: int, seed: int, alignment: int = 1) -> None:
         if documents.num_documents == 0:
             raise ConfigError("--data-path", "(no documents)", "there is nothing to pack", "give documents with text")
         self.documents = documents
-        self.rule = PackingRule(seq_length, window, seed)
+        self.rule = PackingRule(seq_length, window, seed, alignment)
         self._plans: dict[int, EpochPlan] = {}
         self._lock = threading.Lock()
 
@@ -124,6 +125,7 @@ class PackStream:
         return {
             "seq_length": self.rule.seq_length,
             "packing_window": self.rule.window,
+            "segment_alignment": self.rule.alignment,
             "seed": self.rule.seed,
             "documents": self.documents.fingerprint,
         }

@@ -7,6 +7,9 @@ every rank knows every pack of the step, and how many labels it has, without ask
 - A document longer than a pack is cut into chunks of ``seq_length`` tokens and a remainder. Each piece is a segment of
   its own: its positions start at 0, and its last token has no label (the document's next token stands in another
   pack). That loses one label in ``seq_length``.
+- Context parallelism cuts every segment into equal pieces, so with an alignment above 1 a segment costs its length
+  rounded up to that. Only its price is rounded: a row holds real tokens back to back, and what alignment costs stands
+  in the padding at the tail.
 - Pieces are packed by first-fit-decreasing (Johnson, "Near-optimal bin packing algorithms", MIT 1973; for token packs:
   Krell et al., "Efficient sequence packing without cross-contamination", arXiv:2107.02027) within a window of
   documents. Packs with room are kept open for the next windows, a bounded number of them.
@@ -36,11 +39,14 @@ class PackingRule:
         seq_length: Tokens per pack, at least 2.
         window: Documents that first-fit-decreasing looks at together; also the most packs kept open.
         seed: The run's seed.
+        alignment: Tokens that the price of a segment is rounded up to a multiple of, a divisor of ``seq_length``; off:
+            1. Packs depend on it, and not on how many ranks a segment is then cut for.
     """
 
     seq_length: int
     window: int
     seed: int
+    alignment: int = 1
 
     def __post_init__(self) -> None:
         if self.seq_length < 2:
@@ -49,6 +55,19 @@ class PackingRule:
             )
         if self.window < 1:
             raise ConfigError("--packing-window", self.window, "must be positive", "use 256")
+        if self.alignment < 1:
+            raise ConfigError("--segment-alignment", self.alignment, "must be positive", "use 1 to turn it off")
+        if self.seq_length % self.alignment:
+            raise ConfigError(
+                "--segment-alignment",
+                self.alignment,
+                f"does not divide --seq-length {self.seq_length}, so a document of that length would fit into no pack",
+                "use a divisor",
+            )
+
+    def places_of(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the places of a pack that segments cost: their lengths rounded up to the alignment."""
+        return -(-lengths // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +107,7 @@ class EpochPlan:
 
     @property
     def efficiency(self) -> float:
-        """Share of the packs' places that hold a token, 0 to 1."""
+        """Share of the packs' places that hold a token, 0 to 1; what alignment costs is in it."""
         return self.num_tokens / (self.num_packs * self.seq_length)
 
     def segments_of(self, pack: int) -> slice:
@@ -119,7 +138,8 @@ def plan_epoch(documents: DocumentSet, rule: PackingRule, epoch: int) -> EpochPl
     has_rest = remainders_M > 0
     rest_lengths = remainders_M[has_rest]
     rest_starts = (starts_M + num_full_M * rule.seq_length)[has_rest]
-    rest_packs, num_rest_packs = pack_first_fit_decreasing(rest_lengths, rule.seq_length, rule.window)
+    rest_places = rule.places_of(rest_lengths)
+    rest_packs, num_rest_packs = pack_first_fit_decreasing(rest_places, rule.seq_length, rule.window)
 
     num_packs = num_rest_packs + len(full_starts)
     pack_S = np.concatenate([rest_packs, num_rest_packs + np.arange(len(full_starts), dtype=np.int64)])
@@ -143,8 +163,8 @@ def pack_first_fit_decreasing(lengths: np.ndarray, capacity: int, window: int) -
     """Assign pieces to packs: per window of pieces, longest first, each into the first open pack with room.
 
     Args:
-        lengths: int64. Tokens of each piece, 1 to ``capacity``, in the order of the epoch.
-        capacity: Tokens per pack.
+        lengths: int64. Places that each piece costs, 1 to ``capacity``, in the order of the epoch.
+        capacity: Places per pack.
         window: Pieces sorted together; also the most packs that stay open from one window to the next. Of more, the
             fullest are closed.
 

@@ -27,9 +27,11 @@ def skewed_lengths(count: int, seed: int = 0, largest: int = 5000) -> list[int]:
     return np.clip(values, 1, largest).astype(int).tolist()
 
 
-def stream_of_lengths(lengths: Sequence[int], seq_length: int = 16, window: int = 8, seed: int = 1) -> PackStream:
+def stream_of_lengths(
+    lengths: Sequence[int], seq_length: int = 16, window: int = 8, seed: int = 1, *, alignment: int = 1
+) -> PackStream:
     """Stream over :func:`documents_of_lengths`."""
-    return PackStream(documents_of_lengths(lengths), seq_length, window, seed)
+    return PackStream(documents_of_lengths(lengths), seq_length, window, seed, alignment)
 
 
 def segments(batch: PackedBatch) -> list[tuple[list[int], list[int]]]:

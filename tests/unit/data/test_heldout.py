@@ -54,9 +54,21 @@ def test_the_batches_are_the_same_every_time_and_for_every_layout():
 
 def test_the_plan_follows_the_shapes_and_ranks_of_training_but_not_its_seed():
     training = BatchPlan(micro_batch_size=2, global_batch_size=16, dp_rank=1, dp_size=2)
-    built = EvalPlan.build(stream_of_lengths([3], seq_length=32, window=5, seed=99), training, num_micro_batches=3)
-    assert built == EvalPlan(32, 5, BatchPlan(2, 12, 1, 2))
+    stream = stream_of_lengths([3], seq_length=32, window=5, seed=99, alignment=4)
+    built = EvalPlan.build(stream, training, num_micro_batches=3)
+    assert built == EvalPlan(32, 5, BatchPlan(2, 12, 1, 2), 4)
     assert built.batches.num_micro_batches == 3
+
+
+def test_context_parallel_ranks_hold_their_rows_of_the_same_batches():
+    heldout = documents_of_lengths(skewed_lengths(20, largest=60))
+    whole = eval_batches(heldout, EvalPlan(16, 8, BatchPlan(2, 8), 4))
+    parts = [eval_batches(heldout, EvalPlan(16, 8, BatchPlan(2, 8, cp_rank=r, cp_size=2), 4)) for r in range(2)]
+    for batch, *shards in zip(whole, *parts, strict=True):
+        assert sum(shard.num_label_tokens for shard in shards) == batch.num_label_tokens
+        for shard in shards:
+            assert shard.pack_ids == batch.pack_ids
+            assert shard.input_ids_T.tolist() == batch.input_ids_T[shard.sequence.token_ids_T].tolist()
 
 
 def test_label_tokens_are_those_of_all_ranks():

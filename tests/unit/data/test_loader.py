@@ -176,11 +176,46 @@ def test_a_position_in_another_stream_is_refused():
         "seed": loader_of(BatchPlan(1, 2), seed=2),
         "seq_length": BatchLoader(stream_of_lengths(LENGTHS, seq_length=16), BatchPlan(1, 2), prefetch=False),
         "packing_window": BatchLoader(stream_of_lengths(LENGTHS, 32, window=3), BatchPlan(1, 2), prefetch=False),
+        "segment_alignment": BatchLoader(stream_of_lengths(LENGTHS, 32, alignment=4), BatchPlan(1, 2), prefetch=False),
     }
     for name, other in others.items():
         with pytest.raises(ConfigError, match=f"was saved with {name}"):
             other.load_state_dict(state)
         assert other.position == StreamPosition()
+
+
+def test_a_position_saved_before_there_was_an_alignment_is_one_without():
+    state = loader_of(BatchPlan(1, 2)).state_dict()
+    del state["stream"]["segment_alignment"]
+    loader_of(BatchPlan(1, 2)).load_state_dict(state)
+    aligned = BatchLoader(stream_of_lengths(LENGTHS, 32, alignment=4), BatchPlan(1, 2), prefetch=False)
+    with pytest.raises(ConfigError, match=r"--segment-alignment=4: .*was saved with segment_alignment 1"):
+        aligned.load_state_dict(state)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_parallel_ranks_share_the_packs_of_a_step(size, prefetch):
+    def steps(rank, size):
+        stream = stream_of_lengths(LENGTHS, 32, alignment=8)
+        with BatchLoader(stream, BatchPlan(2, 8, 1, 2, rank, size), prefetch=prefetch) as loader:
+            return [(loader.next_step(), loader.step_label_tokens, loader.step_valid_tokens) for _ in range(4)]
+
+    for whole, *parts in zip(steps(0, 1), *(steps(rank, size) for rank in range(size)), strict=True):
+        assert {part[1:] for part in parts} == {whole[1:]}
+        for batch, *shards in zip(whole[0], *(part[0] for part in parts), strict=True):
+            assert batch.sequence.token_ids_T is None
+            assert {shard.pack_ids for shard in shards} == {batch.pack_ids}
+            assert {shard.sequence.num_tokens for shard in shards} == {64 // size}
+            assert sum(shard.num_label_tokens for shard in shards) == batch.num_label_tokens
+            for shard in shards:
+                assert torch.equal(shard.input_ids_T, batch.input_ids_T[shard.sequence.token_ids_T])
+
+
+@pytest.mark.parametrize("cp_rank", [-1, 2])
+def test_a_rank_outside_its_context_group_is_refused(cp_rank):
+    with pytest.raises(ValueError, match="cp_rank"):
+        BatchPlan(1, 2, cp_rank=cp_rank, cp_size=2)
 
 
 def test_a_position_that_does_not_exist_is_refused():

@@ -119,6 +119,11 @@ def test_only_two_plans_are_kept():
     assert len(stream._plans) == 2
 
 
+def test_the_alignment_is_part_of_the_identity():
+    identities = [stream_of_lengths([3, 4], alignment=a).identity() for a in (1, 4)]
+    assert [identity["segment_alignment"] for identity in identities] == [1, 4]
+
+
 def test_no_documents_are_refused():
     with pytest.raises(ConfigError, match="nothing to pack"):
         stream_of_lengths([])

@@ -143,3 +143,28 @@ def test_documents_that_do_not_fit_together_are_packed_alone_with_few_packs_open
 def test_lengths_and_windows_out_of_range_are_refused(rule):
     with pytest.raises(ConfigError, match=r"--(seq-length|packing-window)=.*; use"):
         PackingRule(*rule, seed=1)
+
+
+@pytest.mark.parametrize("alignment", [0, -4, 5, 32])
+def test_alignments_that_do_not_fit_the_pack_are_refused(alignment):
+    with pytest.raises(ConfigError, match=r"--segment-alignment=.*; use"):
+        PackingRule(16, 8, seed=1, alignment=alignment)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=40), st.integers(1, 9), st.sampled_from([1, 2, 4, 8]))
+def test_segments_cost_aligned_lengths_and_no_token_is_lost(lengths, window, alignment):
+    rule = PackingRule(32, window, 5, alignment)
+    plan = plan_epoch(documents_of_lengths(lengths), rule, 0)
+    assert plan.num_tokens == sum(lengths)
+    for pack in range(plan.num_packs):
+        inside = plan.segment_lengths_S[plan.segments_of(pack)]
+        assert rule.places_of(inside).sum() <= 32
+        assert plan.label_tokens_P[pack] == inside.sum() - len(inside)
+
+
+def test_alignment_shows_in_the_efficiency():
+    documents = documents_of_lengths(skewed_lengths(500))
+    efficiencies = [plan_epoch(documents, PackingRule(256, 64, 1, a), 0).efficiency for a in (1, 16, 128)]
+    assert efficiencies == sorted(efficiencies, reverse=True)
+    assert efficiencies[0] > 0.98 > 0.95 > efficiencies[1] > 0.7 > efficiencies[2]
