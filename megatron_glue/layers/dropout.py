@@ -1,7 +1,8 @@
 """Dropout of one site of the model, seeded by where and when it happens.
 
 The mask depends on the run seed, the step, the GLOBAL micro-batch, the layer, the site and the token, so recompute, a
-resumed run and every layout repeat it, and no global random generator is used.
+resumed run and every layout repeat it, and no global random generator is used. A token counts by its index in the whole
+micro-batch, wherever context or sequence parallelism has put its row.
 
 Shape suffixes: T tokens, D model.
 """
@@ -41,10 +42,23 @@ class SeededDropout(nn.Module):
         self._site = site
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        """Drop elements of ``x_TD`` and scale the others; ``x_TD`` itself when off."""
+        """Drop elements and scale the others.
+
+        Args:
+            x_TD: The rows of the residual stream that this rank holds.
+            context: The micro-batch; it says which tokens they are.
+
+        Returns:
+            Same shape and dtype; ``x_TD`` itself when off.
+        """
         if self.probability == 0.0 or not self.training:
             return x_TD
-        return seeded_dropout(x_TD, self.probability, site_seed(context, self._layer_index, self._site))
+        seed = site_seed(context, self._layer_index, self._site)
+        rows = context.residual_rows or slice(0, context.sequence.num_tokens)
+        token_ids_T = context.sequence.token_ids_T
+        if token_ids_T is not None:
+            return seeded_dropout(x_TD, self.probability, seed, row_ids_T=token_ids_T[rows])
+        return seeded_dropout(x_TD, self.probability, seed, row_offset=rows.start)
 
     def extra_repr(self) -> str:
         """Say what ``print(model)`` shows."""

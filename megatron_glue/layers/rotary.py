@@ -88,9 +88,10 @@ def rotary_rows(config: RotaryConfig, sequence: PackedSequence) -> tuple[Tensor,
         Cosines and sines, fp32 [T, R] each.
 
     Raises:
-        ValueError: If a position lies beyond the tables (known on the host).
+        ValueError: If a position lies beyond the tables (known on the host), on whichever context-parallel rank: all
+            of them stop then.
     """
-    end = max((start + length for start, length in zip(sequence.position_starts, sequence.lengths)), default=0)
+    end = max((start + length for start, length in zip(sequence.position_starts, sequence.whole_lengths)), default=0)
     if end > config.num_positions:
         flag = flag_of("max_position_embeddings")
         raise ValueError(f"position {end - 1}: {flag}={config.num_positions} ends before it")

@@ -93,7 +93,15 @@ def keep_mask(row_keys: Tensor, column_keys: Tensor, p: float) -> Tensor:
     return bits >= _signed_32(round(p * (1 << 32)) - (1 << 31))
 
 
-def seeded_dropout(x_TD: Tensor, p: float, seed: int, *, row_offset: int = 0, column_offset: int = 0) -> Tensor:
+def seeded_dropout(
+    x_TD: Tensor,
+    p: float,
+    seed: int,
+    *,
+    row_offset: int = 0,
+    column_offset: int = 0,
+    row_ids_T: Tensor | None = None,
+) -> Tensor:
     """Drop elements and scale the rest by 1 / (1 - p) (inverted dropout, Srivastava et al. 2014).
 
     Args:
@@ -102,6 +110,8 @@ def seeded_dropout(x_TD: Tensor, p: float, seed: int, *, row_offset: int = 0, co
         seed: Seed of the larger matrix's mask.
         row_offset: Index in the larger matrix of the first row.
         column_offset: Index in the larger matrix of the first column.
+        row_ids_T: Integer index in the larger matrix of each row, where they do not follow each other; ``row_offset``
+            is then not used.
 
     Returns:
         Same shape and dtype; ``x_TD`` itself when ``p`` is 0.
@@ -109,7 +119,10 @@ def seeded_dropout(x_TD: Tensor, p: float, seed: int, *, row_offset: int = 0, co
     if p == 0.0:
         return x_TD
     num_rows, num_columns = x_TD.shape
-    rows = torch.arange(row_offset, row_offset + num_rows, device=x_TD.device)
+    rows = row_ids_T
+    if rows is None:
+        rows = torch.arange(row_offset, row_offset + num_rows, device=x_TD.device)
+    assert rows.shape == (num_rows,), f"{tuple(rows.shape)} row indices for {num_rows} rows"
     columns = torch.arange(column_offset, column_offset + num_columns, device=x_TD.device)
     row_keys = position_keys(rows, derive_seed(seed, 0))
     column_keys = position_keys(columns, derive_seed(seed, 1))

@@ -33,6 +33,18 @@ def test_rows_are_those_of_the_positions():
     assert torch.equal(sin, table_sin[[0, 1, 2, 7, 8, 0]])
 
 
+def test_a_shard_looks_its_own_positions_up_and_all_ranks_refuse_those_beyond_the_tables():
+    whole = PackedSequence.from_lengths([3, 9], 4, position_starts=[0, 7])
+    config = RotaryConfig(16, 4, 100.0)
+    for rank in range(2):
+        part = whole.shard(rank, 2, 4)
+        cos, sin = rotary_rows(config, part)
+        assert torch.equal(cos, rotary_rows(config, whole)[0][part.token_ids_T])
+        assert torch.equal(sin, rotary_rows(config, whole)[1][part.token_ids_T])
+        with pytest.raises(ValueError, match="position 15: --max-position-embeddings=15"):
+            rotary_rows(RotaryConfig(15, 4, 100.0), part)
+
+
 def test_tables_are_built_once_and_never_per_step():
     blocks, _ = build_blocks(small_model(rotary_base=777.0))
     gradients(blocks, pack("mixed"))

@@ -46,6 +46,14 @@ def test_a_slice_has_the_mask_of_the_whole():
     assert torch.equal(part, whole[16:30, 8:20])
 
 
+def test_rows_in_any_order_have_the_mask_of_their_place_in_the_whole():
+    x, rows = torch.randn(40, 24), torch.randperm(40)[:17]
+    whole = seeded_dropout(x, 0.5, 5)
+    assert torch.equal(seeded_dropout(x[rows], 0.5, 5, row_ids_T=rows), whole[rows])
+    part = seeded_dropout(x[rows, 8:20], 0.5, 5, row_ids_T=rows, column_offset=8)
+    assert torch.equal(part, whole[rows, 8:20])
+
+
 def test_repeats_whatever_ran_before_and_leaves_global_generators_alone():
     x = torch.randn(8, 8)
     first = seeded_dropout(x, 0.5, 5)
