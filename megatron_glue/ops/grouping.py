@@ -9,7 +9,8 @@ torch's stable sort there). Elsewhere it runs in torch, without an operator that
 
 Stands between the router's choice and the dispatcher. It sees no activations and talks to no other rank.
 
-Shape suffixes: T tokens, K top-k, N = T*K pairs, E experts, P expert-parallel ranks.
+Shape suffixes: T tokens, K top-k, N = T*K pairs, E experts, P expert-parallel ranks, Q replicas (ranks that split each
+expert between them).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_glue.ops.host_reader import HostReader
-from megatron_glue.types import TokenGroups
+from megatron_glue.types import ReplicatedGroups, TokenGroups
 
 GroupingMethod = Literal["one-pass", "loop"]
 GroupingImplementation = Literal["auto", "numpy", "torch"]
@@ -79,6 +80,41 @@ def group_tokens(
         rank_splits_P=counts_E.view(num_ranks, -1).sum(1),
         top_k=top_k,
     )
+
+
+def replicate_groups(groups: TokenGroups, num_replicas: int) -> ReplicatedGroups:
+    """Give each pair Q rows, for Q ranks that hold a part of its expert each; by arithmetic, without another sort.
+
+    Rows for rank (p, q), q inner, are those for p, in their order: each of the Q blocks is the one block of ``groups``,
+    shifted.
+
+    Args:
+        groups: Grouping of N pairs by experts of P ranks, without sentinels.
+        num_replicas: Q.
+
+    Returns:
+        The grouping of N * Q pairs for P * Q ranks.
+    """
+    num_ranks = groups.rank_splits_P.shape[0]
+    splits_P1 = groups.rank_splits_P[:, None]
+    starts_P1 = splits_P1.cumsum(0) - splits_P1
+    replicas_Q = torch.arange(num_replicas, device=splits_P1.device)
+    shift_PQ = starts_P1 * (num_replicas - 1) + replicas_Q * splits_P1
+    shift_NQ = torch.repeat_interleave(shift_PQ, groups.rank_splits_P, dim=0, output_size=groups.num_pairs)
+    rows_NQ = torch.arange(groups.num_pairs, device=splits_P1.device)[:, None] + shift_NQ
+    inverse = rows_NQ.index_select(0, groups.inverse_N).view(-1)
+    order = _inverse(inverse)
+    pair_S = torch.div(order, num_replicas, rounding_mode="floor")
+    counts = groups.counts_E.view(num_ranks, 1, -1).expand(-1, num_replicas, -1).reshape(-1)
+    replicated = TokenGroups(
+        order_N=order,
+        inverse_N=inverse,
+        counts_E=counts,
+        offsets_E=counts.cumsum(0),
+        rank_splits_P=splits_P1.expand(-1, num_replicas).reshape(-1),
+        top_k=groups.top_k * num_replicas,
+    )
+    return ReplicatedGroups(replicated, rows_NQ, groups.inverse_N.index_select(0, pair_S))
 
 
 def count_ids(ids: Tensor, num_ids: int) -> Tensor:

@@ -11,7 +11,7 @@ there is no tail and saves that pass.
 
 Stands on both sides of the experts of an MoE layer. It knows no expert, no weight and no other rank.
 
-Shape suffixes: T tokens, D model, K top-k, N = T*K pairs, R rows.
+Shape suffixes: T tokens, D model, K top-k, N = T*K pairs, R rows, Q replicas of a row, S = N*Q rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_glue.types import TokenGroups
+from megatron_glue.types import ReplicatedGroups, TokenGroups
 
 
 def permute_rows(x_TD: Tensor, groups: TokenGroups, *, has_sentinels: bool = True) -> Tensor:
@@ -70,6 +70,19 @@ def gather_rows(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
         [R, D].
     """
     return _GatherRows.apply(x_RD, index_R, inverse_R)
+
+
+def sum_replicas(y_SD: Tensor, replicated: ReplicatedGroups) -> Tensor:
+    """Add up the Q rows of each row of the grouping that was replicated, in order of q.
+
+    Args:
+        y_SD: [S, D] floating point, in the order of the replicas.
+        replicated: Which rows belong together.
+
+    Returns:
+        [N, D] in the order of the original grouping, in the dtype of ``y_SD``. Each row's gradient is that of its sum.
+    """
+    return _SumReplicas.apply(y_SD, replicated)
 
 
 def _check_pairs(num_tokens: int, groups: TokenGroups) -> None:
@@ -151,6 +164,19 @@ class _UnpermuteRows(torch.autograd.Function):
             if ctx.has_sentinels:
                 grad_y_ND = _without_tail(grad_y_ND, groups)
         return grad_y_ND, grad_weights_TK, None, None
+
+
+class _SumReplicas(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_SD: Tensor, replicated: ReplicatedGroups) -> Tensor:
+        ctx.replicated = replicated
+        if y_SD.shape[0] == 0:
+            return y_SD.new_zeros(0, y_SD.shape[1])
+        return F.embedding_bag(replicated.rows_NQ, y_SD, mode="sum")
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0].index_select(0, ctx.replicated.source_S), None
 
 
 class _GatherRows(torch.autograd.Function):

@@ -5,7 +5,7 @@ from megatron_glue.types.dispatch import DispatchMetadata, RoutingDecision
 from megatron_glue.types.forward_context import ForwardContext, RouterRecord, SavedDecisions
 from megatron_glue.types.packed_batch import IGNORE_LABEL, PackedBatch
 from megatron_glue.types.packed_sequence import PAD_SEGMENT_ID, PackedSequence
-from megatron_glue.types.token_groups import TokenGroups
+from megatron_glue.types.token_groups import ReplicatedGroups, TokenGroups
 
 __all__ = [
     "IGNORE_LABEL",
@@ -15,6 +15,7 @@ __all__ = [
     "ForwardContext",
     "PackedBatch",
     "PackedSequence",
+    "ReplicatedGroups",
     "RouterRecord",
     "RoutingDecision",
     "SavedDecisions",

@@ -2,7 +2,7 @@
 
 Produced by ``ops/grouping.py``, consumed by ``moe/dispatcher.py`` and the grouped experts. It holds no activations.
 
-Shape suffixes: T tokens, K top-k, N = T*K pairs, E experts, P expert-parallel ranks.
+Shape suffixes: T tokens, K top-k, N = T*K pairs, E experts, P expert-parallel ranks, Q replicas, S = N*Q rows.
 """
 
 from __future__ import annotations
@@ -53,3 +53,19 @@ class TokenGroups:
     def num_pairs(self) -> int:
         """Number of (token, choice) pairs N, sentinels included."""
         return self.order_N.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicatedGroups:
+    """A grouping in which each pair has Q rows, one for each rank that holds a part of its expert.
+
+    Attributes:
+        groups: Grouping of N * Q pairs: K * Q choices of each token (choice k, replica q is choice k * Q + q), E * Q
+            experts (those of rank p stand there Q times, replica after replica) and P * Q ranks, q inner.
+        rows_NQ: int64. The rows in ``groups`` of each row of the grouping that was replicated.
+        source_S: int64. The row of that grouping which each row of ``groups`` is a replica of.
+    """
+
+    groups: TokenGroups
+    rows_NQ: Tensor
+    source_S: Tensor

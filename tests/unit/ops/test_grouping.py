@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_glue.ops.grouping import group_tokens
+from megatron_glue.ops.grouping import group_tokens, replicate_groups
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.types import TokenGroups
 from tests.support.operator_watch import OperatorWatch
@@ -154,3 +154,38 @@ def test_result_shares_no_memory_with_the_input():
     groups = group_tokens(torch.from_numpy(ids), 2)
     ids[:] = 0
     assert groups.order_N.tolist() == [1, 0]
+
+
+@given(
+    st.sampled_from([(1, 2), (2, 1), (2, 2), (2, 3), (4, 2)]),
+    st.integers(1, 3),
+    st.lists(st.lists(st.integers(0, 7), min_size=2, max_size=2), max_size=20),
+)
+@settings(max_examples=100, deadline=None)
+def test_replicas_equal_a_grouping_by_rank_replica_and_expert(sizes, per_rank, ids):
+    """Oracle: pair (t, k, q) goes to expert e of rank (p, q); grouping these "experts" from scratch gives the same."""
+    num_ranks, num_replicas = sizes
+    num_experts = num_ranks * per_rank
+    ids_TK = torch.tensor(ids, dtype=torch.int64).view(-1, 2) % num_experts
+    groups = group_tokens(ids_TK, num_experts, num_ranks=num_ranks)
+    actual = replicate_groups(groups, num_replicas)
+    rank_TK, expert_TK = ids_TK // per_rank, ids_TK % per_rank
+    block_TKQ = rank_TK[..., None] * num_replicas + torch.arange(num_replicas)
+    expected = group_tokens(
+        (block_TKQ * per_rank + expert_TK[..., None]).flatten(1),
+        num_experts * num_replicas,
+        num_ranks=num_ranks * num_replicas,
+    )
+    for name in ("order_N", "inverse_N", "counts_E", "offsets_E", "rank_splits_P", "top_k"):
+        value, wanted = getattr(actual.groups, name), getattr(expected, name)
+        assert torch.equal(value, wanted) if isinstance(wanted, torch.Tensor) else value == wanted, name
+    rows = torch.arange(groups.num_pairs)
+    assert torch.equal(actual.source_S[actual.rows_NQ], rows[:, None].expand(-1, num_replicas))
+
+
+def test_f80_replicating_neither_sorts_nor_waits():
+    groups = group_tokens(torch.tensor([[0, 3], [2, 1], [3, 0]]), 4, num_ranks=2)
+    with OperatorWatch() as watch:
+        replicate_groups(groups, 2)
+    assert watch.synchronising == []
+    assert not [name for name in watch.calls if "sort" in name]

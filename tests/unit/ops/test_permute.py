@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_glue.ops.grouping import group_tokens
-from megatron_glue.ops.permute import gather_rows, permute_rows, unpermute_rows
+from megatron_glue.ops.grouping import group_tokens, replicate_groups
+from megatron_glue.ops.permute import gather_rows, permute_rows, sum_replicas, unpermute_rows
 from tests.support.operator_watch import OperatorWatch
 from tests.support.tolerances import assert_close
 
@@ -128,3 +128,23 @@ def test_wrong_number_of_tokens_is_refused():
         permute_rows(torch.zeros(4, 2), groups)
     with pytest.raises(ValueError, match="4 tokens"):
         unpermute_rows(torch.zeros(6, 2), groups, torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+def test_replicas_there_and_back(num_tokens):
+    """Each replica brings its share of the result: a token's rows, shares and choices all add up, in both passes."""
+    ids, x, weights = case(num_tokens, 2, 4)
+    groups = group_tokens(ids, 4, num_ranks=2)
+    replicated = replicate_groups(groups, 3)
+    rows = permute_rows(x, replicated.groups, has_sentinels=False)
+    assert torch.equal(rows, permute_rows(x, groups, has_sentinels=False)[replicated.source_S])
+    share = torch.linspace(1, 2, rows.shape[0], dtype=x.dtype)[:, None]
+    out = unpermute_rows(sum_replicas(rows * share, replicated), groups, weights, has_sentinels=False)
+    share_TK = share[replicated.groups.inverse_N].view(num_tokens, 2, 3).sum(-1)
+    expected = x * (share_TK * weights).sum(1, keepdim=True)
+    assert_close(out, expected)
+    probe = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)
+    actual_grads = torch.autograd.grad((out * probe).sum(), (x, weights))
+    expected_grads = torch.autograd.grad((expected * probe).sum(), (x, weights))
+    for name, actual, wanted in zip(("x", "weights"), actual_grads, expected_grads, strict=True):
+        assert_close(actual, wanted, what=name)
