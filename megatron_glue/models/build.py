@@ -1,29 +1,33 @@
-"""Builds a whole model from configuration: kernels, metadata cache, activation manager, blocks, embedding, head.
+"""Builds this rank's part of a model from configuration: kernels, metadata cache, activation manager, blocks, ends.
 
 The result is a plain module on its device, with fp32 parameters whose initial values depend on the seed and on global
-names only. Which techniques are applied, in which order, stands in ``parallelize.py``.
+names only. In a pipeline it holds the stages of this rank, each a part of the decoder with an activation manager of its
+own. Which techniques are applied, in which order, stands in ``parallelize.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from megatron_glue.activation.manager import ActivationManager
+from megatron_glue.activation.parts import PartManagers
 from megatron_glue.activation.plan import ActivationPlan
 from megatron_glue.backends.registry import Backends, resolve
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import RunConfig
+from megatron_glue.config.stage_plan import StagePlan
 from megatron_glue.layers.block import build_decoder_block
+from megatron_glue.layers.build import LayerBuild
 from megatron_glue.layers.dropout import SeededDropout
-from megatron_glue.layers.embedding import build_output_head, build_token_embedding
+from megatron_glue.layers.embedding import OutputHead, TokenEmbedding, build_output_head, build_token_embedding
 from megatron_glue.layers.mlp import build_feed_forward
 from megatron_glue.layers.norm import build_norm
 from megatron_glue.layers.packed_metadata import PackedMetadataCache
-from megatron_glue.models.gpt import GPT, OutputConfig
+from megatron_glue.models.gpt import GPT, ModelParts, OutputConfig
 from megatron_glue.moe.build import MoEExecution, MoEPlacement, build_moe_layer
 from megatron_glue.moe.layer import MoELayer
 from megatron_glue.moe.router import Router
@@ -31,6 +35,7 @@ from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.parallel.managed_block import ManagedBlock
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import Precision
+from megatron_glue.parallel.shard_spec import EMBEDDING_AXIS, ShardSpec, get_shard_spec, set_shard_spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,20 +43,24 @@ class BuiltModel:
     """A model and the objects its layers share.
 
     Attributes:
-        model: The decoder.
-        activation: Recompute and offload of its blocks.
+        model: The decoder, or the parts of it that this rank of a pipeline holds.
+        parts: The decoder, or these parts, in order of stages.
+        plan: How its layers are cut into stages.
+        activation: Recompute and offload of its blocks, part by part.
         metadata_cache: Attention metadata of its layers.
         backends: Its kernels.
         precision: Its compute dtype.
-        routers: Routers of its MoE layers, in order of layers.
+        routers: Routers of its MoE layers by global layer index, in order.
     """
 
-    model: GPT
-    activation: ActivationManager
+    model: GPT | ModelParts
+    parts: tuple[GPT, ...]
+    plan: StagePlan
+    activation: PartManagers
     metadata_cache: PackedMetadataCache
     backends: Backends
     precision: Precision
-    routers: list[Router]
+    routers: dict[int, Router]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +81,7 @@ class BuildPlace:
 
 
 def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltModel:
-    """Build a model on its device.
+    """Build this rank's part of a model on its device.
 
     Args:
         config: A validated configuration.
@@ -80,7 +89,7 @@ def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltM
         place: Ranks, device and folder.
 
     Returns:
-        The model and what its layers share.
+        The model, or what of it this rank holds, and what its layers share.
 
     Raises:
         ConfigError: If the kernels, the folder or the configuration cannot be used.
@@ -96,22 +105,75 @@ def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltM
         host_reader=place.host_reader,
     )
     cache = PackedMetadataCache(backends.attention_layout, config.accelerator.enable_metadata_cache, place.host_reader)
-    activation = build_activation_manager(config, place)
+    plan = StagePlan.from_config(config)
+    shared = _Shared(
+        config, vocab_size, place, LayerBuild(backends, cache, config.training.seed, place.mesh), precision
+    )
+    managers: list[ActivationManager] = []
+    parts: list[GPT] = []
+    for stage in plan.stages_of(place.mesh.pp_rank):
+        managers.append(build_activation_manager(config, place))
+        parts.append(_build_part(shared, plan.layers[stage], managers[-1]).to(place.device))
+    return BuiltModel(
+        model=parts[0] if plan.num_stages == 1 else ModelParts(parts),
+        parts=tuple(parts),
+        plan=plan,
+        activation=PartManagers(managers),
+        metadata_cache=cache,
+        backends=backends,
+        precision=precision,
+        routers={
+            module.config.layer_index: module.router
+            for part in parts
+            for module in part.modules()
+            if isinstance(module, MoELayer)
+        },
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """What all parts of one rank are built from."""
+
+    config: RunConfig
+    vocab_size: int
+    place: BuildPlace
+    build: LayerBuild
+    precision: Precision
+
+
+def _build_part(shared: _Shared, layers: range, activation: ActivationManager) -> GPT:
+    """The blocks of some layers, and what stands before the first and behind the last layer of the model."""
+    config, model, build = shared.config, shared.config.model, shared.build
+    is_first, is_last = layers.start == 0, layers.stop == model.num_layers
     blocks: dict[int, nn.Module] = {}
-    for layer_index in range(config.model.num_layers):
-        ffn = _build_ffn(config, layer_index, backends, place)
-        block = build_decoder_block(config.model, layer_index, ffn, backends, cache, config.training.seed)
+    for layer_index in layers:
+        block = build_decoder_block(model, layer_index, _build_ffn(shared, layer_index), build)
         blocks[layer_index] = ManagedBlock(block, activation.run_block)
-    model = GPT(
-        embedding=build_token_embedding(config.model, vocab_size, config.training.seed),
+    embedding = build_token_embedding(model, shared.vocab_size, build) if is_first else None
+    output_head = build_output_head(model, shared.vocab_size, build, has_embedding=is_first) if is_last else None
+    if not model.untie_embeddings_and_output_weights and is_first != is_last:
+        _sum_with_other_end(embedding or output_head)
+    return GPT(
+        embedding=embedding,
         blocks=blocks,
-        final_norm=build_norm(config.model, backends),
-        output_head=build_output_head(config.model, vocab_size, config.training.seed),
-        dropout=SeededDropout(config.model.hidden_dropout, -1, "embedding"),
-        output=OutputConfig(vocab_size, config.backend.cross_entropy_chunk_tokens, precision.compute_dtype),
-    ).to(place.device)
-    routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
-    return BuiltModel(model, activation, cache, backends, precision, routers)
+        final_norm=build_norm(model, build, "final_norm") if is_last else None,
+        output_head=output_head,
+        dropout=SeededDropout(model.hidden_dropout, -1, "embedding"),
+        output=OutputConfig(
+            shared.vocab_size,
+            config.backend.cross_entropy_chunk_tokens,
+            shared.precision.compute_dtype,
+            build.tensor_parallel,
+        ),
+    )
+
+
+def _sum_with_other_end(layer: TokenEmbedding | OutputHead | None) -> None:
+    """Mark the tied weight that the first and the last stage both hold: its gradient is the sum of theirs."""
+    assert layer is not None, "one of the two ends is here"
+    spec = get_shard_spec(layer.weight) or ShardSpec("embedding.weight", tuple(layer.weight.shape))
+    set_shard_spec(layer.weight, replace(spec, partial_axes=(*spec.partial_axes, EMBEDDING_AXIS)))
 
 
 def build_activation_manager(config: RunConfig, place: BuildPlace) -> ActivationManager:
@@ -155,13 +217,17 @@ def _with_position_table(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def _build_ffn(config: RunConfig, layer_index: int, backends: Backends, place: BuildPlace) -> nn.Module:
+def _build_ffn(shared: _Shared, layer_index: int) -> nn.Module:
     """The dense or mixture-of-experts feed-forward of one block."""
-    model, moe, seed = config.model, config.moe, config.training.seed
+    config, build = shared.config, shared.build
     name = f"blocks.{layer_index}.ffn"
-    if not moe.is_moe_layer(layer_index):
-        return build_feed_forward(model, name, seed)
+    if not config.moe.is_moe_layer(layer_index):
+        return build_feed_forward(config.model, name, build)
+    placement = MoEPlacement(layer_index, name)
     execution = MoEExecution(
-        backends.grouped_mm, place.host_reader, config.accelerator.enable_grouped_index, backends.grouping
+        build.backends.grouped_mm,
+        shared.place.host_reader,
+        config.accelerator.enable_grouped_index,
+        build.backends.grouping,
     )
-    return build_moe_layer(model, moe, MoEPlacement(layer_index, name, seed, place.mesh.ep_group), execution)
+    return build_moe_layer(config.model, config.moe, placement, execution, build)
