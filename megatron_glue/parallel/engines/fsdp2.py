@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_glue.parallel.engines.base import DataParallelEngine, fill_missing_gradients
+from megatron_glue.parallel.engines.base import DataParallelEngine, fill_missing_gradients, keep_shard_specs
 from megatron_glue.parallel.engines.flat_reducer import FlatReducer
 from megatron_glue.parallel.engines.partial_sums import PartialSums
 from megatron_glue.parallel.managed_block import model_parts
@@ -85,14 +85,8 @@ class Fsdp2Engine(DataParallelEngine):
             "ignored_params": ignored,
             "shard_placement_fn": _Placement(mesh, self._shards_experts and is_own_mesh),
         }
-        for part in model_parts(model):
-            for block in _blocks(part):
-                fully_shard(block, reshard_after_forward=zero_stage == 3, **options)
-            # Outside forward and backward every registered parameter is the sharded one, the root's too: after an
-            # evaluation the default would leave gathered bf16 weights where a checkpoint expects the masters.
-            fully_shard(part, reshard_after_forward=True, **options)
-            for name in getattr(part, "forward_methods", ()):
-                register_fsdp_forward_method(part, name)
+        with keep_shard_specs(model):
+            _shard_parts(model, zero_stage, options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -131,6 +125,18 @@ class Fsdp2Engine(DataParallelEngine):
         replicas = f" in {mesh.sizes['dp_replicate']} replicas" if mesh.sizes["dp_replicate"] > 1 else ""
         num_shards = mesh.fsdp_mesh.size(-1)
         return f"data parallel: fsdp2, parameters sharded over {num_shards} ranks{replicas}, experts {experts}"
+
+
+def _shard_parts(model: nn.Module, zero_stage: int, options: dict[str, Any]) -> None:
+    """One FSDP unit per block, and one for the rest of each part."""
+    for part in model_parts(model):
+        for block in _blocks(part):
+            fully_shard(block, reshard_after_forward=zero_stage == 3, **options)
+        # Outside forward and backward every registered parameter is the sharded one, the root's too: after an
+        # evaluation the default would leave gathered bf16 weights where a checkpoint expects the masters.
+        fully_shard(part, reshard_after_forward=True, **options)
+        for name in getattr(part, "forward_methods", ()):
+            register_fsdp_forward_method(part, name)
 
 
 def _blocks(part: nn.Module) -> list[nn.Module]:
