@@ -24,11 +24,12 @@ class _RecordedWork:
 
 
 class CollectiveWatch(TorchDispatchMode):
-    """Records, in order, collectives of tensor parallelism and matrix products.
+    """Records, in order, collectives of layers and matrix products.
 
     Attributes:
-        events: ``gather``, ``reduce_scatter``, ``all_reduce`` where one starts without waiting (with ``, waits`` where
-            it waits at once), the same word with ``done`` where its result is awaited, and ``product``.
+        events: ``gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` where one starts without waiting (with
+            ``, waits`` where it waits at once), the same word with ``done`` where its result is awaited, and
+            ``product``.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class CollectiveWatch(TorchDispatchMode):
                 self._recorded("reduce_scatter", collectives._reduce_scatter_single),
             ),
             patch.object(dist, "all_reduce", self._recorded("all_reduce", dist.all_reduce)),
+            patch.object(dist, "all_to_all_single", self._recorded("all_to_all", dist.all_to_all_single)),
         ]
 
     def count(self, name: str) -> int:
