@@ -7,7 +7,12 @@ that isolates nothing.
 Weights keep their parts on own dims, so a split of the kv heads cuts all parts alike: ``qkv_weight`` is
 [G, H / G + 2, C, D], per kv head its query heads, its key, its value.
 
-Shape suffixes: T tokens, D model, H query heads, G kv heads, C head dim, P = H / G + 2 parts.
+Tensor-parallel ranks each hold some of the heads. With fewer kv heads than ranks, several hold the same one, whole:
+each computes its key and value and its own share of its query heads.
+
+Shape suffixes: T tokens, D model, H query heads, G kv heads, C head dim, P = H / G + 2 parts. In the tensors of a rank
+H and G are the heads it computes, and P is its own query heads per kv head + 2; x has the rows of the residual stream
+that the rank holds.
 """
 
 from __future__ import annotations
@@ -15,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_glue.backends.attention import AttentionDropout
@@ -23,19 +27,22 @@ from megatron_glue.backends.registry import Backends
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ModelConfig
+from megatron_glue.layers.build import LayerBuild
 from megatron_glue.layers.dropout import site_seed
-from megatron_glue.layers.initialisation import init_normal_, residual_std
-from megatron_glue.layers.norm import build_norm
+from megatron_glue.layers.initialisation import residual_std
+from megatron_glue.layers.norm import build_head_norm
 from megatron_glue.layers.packed_metadata import PackedMetadataCache
 from megatron_glue.layers.rotary import RotaryConfig, rotary_rows
 from megatron_glue.ops.rope import apply_rope, split_and_rotate
 from megatron_glue.parallel.precision import local
+from megatron_glue.parallel.shard_spec import tensor_split
+from megatron_glue.parallel.tensor import TensorParallel, column_linear, row_linear
 from megatron_glue.types import ForwardContext, PackedSequence
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes and settings of one attention layer.
+    """Sizes and settings of one attention layer, over all ranks.
 
     Attributes:
         hidden_size: D.
@@ -81,6 +88,7 @@ class PackedAttention(nn.Module):
         metadata_cache: The model's; of the layout that ``backends.attention`` takes. Angles are shared through it too.
         rotary: RoPE; ``None`` for none.
         qk_norms: Norms over the head dim of queries and of keys; ``None`` for none.
+        tensor_parallel: Ranks that hold the other heads; ``None`` for none.
 
     Raises:
         ConfigError: If heads do not divide.
@@ -93,6 +101,7 @@ class PackedAttention(nn.Module):
         metadata_cache: PackedMetadataCache,
         rotary: RotaryConfig | None,
         qk_norms: tuple[nn.Module, nn.Module] | None,
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:
         super().__init__()
         if shape.num_heads % shape.num_kv_heads:
@@ -104,15 +113,20 @@ class PackedAttention(nn.Module):
             )
         assert metadata_cache.layout == backends.attention_layout, "kernel and metadata are of one layout"
         self.shape = shape
+        self._tensor_parallel = tensor_parallel
+        num_ranks, num_copies = (tensor_parallel.size, tensor_parallel.kv_copies) if tensor_parallel else (1, 1)
+        _check_split(shape, num_ranks, num_copies)
         self._kernel = backends.attention
         self._metadata_cache = metadata_cache
         self._rotary = rotary
+        self._num_heads = shape.num_heads // num_ranks
+        num_kv_heads = shape.num_kv_heads * num_copies // num_ranks
         num_parts = shape.num_heads // shape.num_kv_heads + 2
-        self.qkv_weight = nn.Parameter(torch.empty(shape.num_kv_heads, num_parts, shape.head_dim, shape.hidden_size))
-        self.out_weight = nn.Parameter(torch.empty(shape.hidden_size, shape.num_heads * shape.head_dim))
+        self.qkv_weight = nn.Parameter(torch.empty(num_kv_heads, num_parts, shape.head_dim, shape.hidden_size))
+        self.out_weight = nn.Parameter(torch.empty(shape.hidden_size, self._num_heads * shape.head_dim))
         self.qkv_bias = self.out_bias = None
         if shape.has_bias:
-            self.qkv_bias = nn.Parameter(torch.zeros(shape.num_kv_heads, num_parts, shape.head_dim))
+            self.qkv_bias = nn.Parameter(torch.zeros(num_kv_heads, num_parts, shape.head_dim))
             self.out_bias = nn.Parameter(torch.zeros(shape.hidden_size))
         self.q_norm, self.k_norm = qk_norms or (None, None)
 
@@ -124,7 +138,7 @@ class PackedAttention(nn.Module):
             context: The micro-batch.
 
         Returns:
-            [T, D].
+            The rows of ``x_TD``.
         """
         shape, sequence = self.shape, context.sequence
         metadata = self._metadata_cache.for_sequence(sequence, shape.window)
@@ -136,13 +150,14 @@ class PackedAttention(nn.Module):
             dropout=self._dropout(context),
         )
         out_bias_D = None if self.out_bias is None else local(self.out_bias, x_TD.dtype)
-        return F.linear(out_THC.flatten(1), local(self.out_weight, x_TD.dtype), out_bias_D)
+        return row_linear(out_THC.flatten(1), local(self.out_weight, x_TD.dtype), out_bias_D, self._tensor_parallel)
 
     def _project(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, H, C], k and v [T, G, C], normalised and rotated."""
-        weight_GPCD = local(self.qkv_weight, x_TD.dtype)
-        bias = None if self.qkv_bias is None else local(self.qkv_bias, x_TD.dtype).flatten()
-        qkv_TGPC = F.linear(x_TD, weight_GPCD.flatten(0, 2), bias).unflatten(1, weight_GPCD.shape[:3])
+        weight_GPCD = self._own_parts(local(self.qkv_weight, x_TD.dtype))
+        bias = None if self.qkv_bias is None else self._own_parts(local(self.qkv_bias, x_TD.dtype)).flatten()
+        qkv = column_linear(x_TD, weight_GPCD.flatten(0, 2), bias, self._tensor_parallel)
+        qkv_TGPC = qkv.unflatten(1, weight_GPCD.shape[:3])
         angles = self._angles(context.sequence)
         if self.q_norm is None or self.k_norm is None:
             return split_and_rotate(qkv_TGPC, *angles)
@@ -151,6 +166,14 @@ class PackedAttention(nn.Module):
         if angles:
             q_THC, k_TGC = apply_rope(q_THC, *angles), apply_rope(k_TGC, *angles)
         return q_THC, k_TGC, v_TGC
+
+    def _own_parts(self, parts_GP: Tensor) -> Tensor:
+        """Of a kv head that several ranks hold: this rank's query heads, and the key and value. Else all."""
+        tp = self._tensor_parallel
+        if tp is None or tp.kv_copies == 1:
+            return parts_GP
+        first = tp.rank % tp.kv_copies * self._num_heads
+        return torch.cat((parts_GP[:, first : first + self._num_heads], parts_GP[:, -2:]), dim=1)
 
     def _angles(self, sequence: PackedSequence) -> tuple[Tensor, Tensor] | tuple[()]:
         """Return cosines and sines [T, R], the same for all layers of the micro-batch; nothing without RoPE."""
@@ -162,33 +185,66 @@ class PackedAttention(nn.Module):
     def _dropout(self, context: ForwardContext) -> AttentionDropout | None:
         if self.shape.dropout == 0.0 or not self.training:
             return None
-        return AttentionDropout(self.shape.dropout, site_seed(context, self.shape.layer_index, "attention.probability"))
+        seed = site_seed(context, self.shape.layer_index, "attention.probability")
+        tp = self._tensor_parallel
+        return AttentionDropout(self.shape.dropout, seed, first_head=tp.rank * self._num_heads if tp else 0)
 
 
-def build_attention(
-    model: ModelConfig, layer_index: int, backends: Backends, metadata_cache: PackedMetadataCache, seed: int
-) -> PackedAttention:
+def _check_split(shape: AttentionShape, num_ranks: int, num_copies: int) -> None:
+    """Refuse heads that tensor-parallel ranks cannot share evenly."""
+    flag = flag_of("tensor_model_parallel_size")
+    if shape.num_heads % num_ranks:
+        raise ConfigError(
+            flag,
+            num_ranks,
+            f"does not divide the {shape.num_heads} query heads",
+            "use a divisor of --num-attention-heads",
+        )
+    if shape.num_kv_heads * num_copies % num_ranks:
+        raise ConfigError(
+            flag,
+            num_ranks,
+            f"neither divides the {shape.num_kv_heads} KV heads nor is a multiple of their number",
+            "use a divisor or a multiple of --num-query-groups",
+        )
+
+
+def build_attention(model: ModelConfig, layer_index: int, build: LayerBuild) -> PackedAttention:
     """Build and initialise the attention of one block.
 
     Args:
         model: Shape of the decoder.
         layer_index: Global index of the block.
-        backends: Kernels.
-        metadata_cache: The model's.
-        seed: The run's seed.
+        build: What layers share.
 
     Returns:
-        The layer, on the CPU in fp32.
+        This rank's part of the layer, on the CPU in fp32.
 
     Raises:
         ConfigError: See :class:`PackedAttention` and :class:`RotaryConfig`.
     """
+    prefix = f"blocks.{layer_index}.attention"
     qk_norms = None
     if model.qk_layernorm:
-        qk_norms = (build_norm(model, backends, model.head_dim), build_norm(model, backends, model.head_dim))
-    shape = AttentionShape.of_model(model, layer_index)
-    attention = PackedAttention(shape, backends, metadata_cache, RotaryConfig.of_model(model), qk_norms)
-    std, prefix = model.init_method_std, f"blocks.{layer_index}.attention"
-    init_normal_(attention.qkv_weight, std, seed, f"{prefix}.qkv_weight")
-    init_normal_(attention.out_weight, residual_std(std, model.num_layers), seed, f"{prefix}.out_weight")
+        qk_norms = (
+            build_head_norm(model, build, f"{prefix}.q_norm"),
+            build_head_norm(model, build, f"{prefix}.k_norm"),
+        )
+    attention = PackedAttention(
+        AttentionShape.of_model(model, layer_index),
+        build.backends,
+        build.metadata_cache,
+        RotaryConfig.of_model(model),
+        qk_norms,
+        build.tensor_parallel,
+    )
+    std, by_kv_head = model.init_method_std, (("tp", 0),)
+    # Ranks with the same kv head each know the gradient of their own queries, and a part of the key's and value's.
+    copies = ("kv_copy",) if build.mesh.kv_copies > 1 else ()
+    build.place(attention.qkv_weight, f"{prefix}.qkv_weight", by_kv_head, copies, std)
+    residual = residual_std(std, model.num_layers)
+    build.place(attention.out_weight, f"{prefix}.out_weight", tensor_split(1), std=residual)
+    if attention.qkv_bias is not None and attention.out_bias is not None:
+        build.place(attention.qkv_bias, f"{prefix}.qkv_bias", by_kv_head, copies)
+        build.place(attention.out_bias, f"{prefix}.out_bias", partial_axes=build.stream_axes)
     return attention

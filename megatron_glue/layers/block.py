@@ -3,19 +3,18 @@
 The feed-forward is handed in, dense or mixture-of-experts, so this room knows nothing of experts. A block is a pure
 function of its input, its parameters and the context, which is what lets it run a second time for backward.
 
-Shape suffixes: T tokens, D model.
+Shape suffixes: T tokens (rows of the residual stream on this rank), D model.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron_glue.backends.registry import Backends
 from megatron_glue.config.sections import ModelConfig
 from megatron_glue.layers.attention import PackedAttention, build_attention
+from megatron_glue.layers.build import LayerBuild
 from megatron_glue.layers.dropout import SeededDropout
 from megatron_glue.layers.norm import build_norm
-from megatron_glue.layers.packed_metadata import PackedMetadataCache
 from megatron_glue.types import ForwardContext
 
 
@@ -62,23 +61,14 @@ class DecoderBlock(nn.Module):
         return x_TD + self.ffn_dropout(self.ffn(self.ffn_norm(x_TD), context), context)
 
 
-def build_decoder_block(
-    model: ModelConfig,
-    layer_index: int,
-    ffn: nn.Module,
-    backends: Backends,
-    metadata_cache: PackedMetadataCache,
-    seed: int,
-) -> DecoderBlock:
+def build_decoder_block(model: ModelConfig, layer_index: int, ffn: nn.Module, build: LayerBuild) -> DecoderBlock:
     """Build and initialise one block around a feed-forward.
 
     Args:
         model: Shape of the decoder.
         layer_index: Global index of the block; its parameters are named ``blocks.<layer_index>. ...``.
         ffn: The feed-forward, initialised.
-        backends: Kernels.
-        metadata_cache: The model's.
-        seed: The run's seed.
+        build: What layers share.
 
     Returns:
         The block, on the CPU in fp32.
@@ -86,11 +76,12 @@ def build_decoder_block(
     Raises:
         ConfigError: If the configuration is contradictory or needs what the kernels lack.
     """
+    prefix = f"blocks.{layer_index}"
     return DecoderBlock(
-        build_attention(model, layer_index, backends, metadata_cache, seed),
+        build_attention(model, layer_index, build),
         ffn,
-        build_norm(model, backends),
-        build_norm(model, backends),
+        build_norm(model, build, f"{prefix}.attention_norm"),
+        build_norm(model, build, f"{prefix}.ffn_norm"),
         model.hidden_dropout,
         layer_index,
     )

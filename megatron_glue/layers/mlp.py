@@ -1,11 +1,11 @@
 """The dense feed-forward network of a block: SwiGLU or GELU.
 
 Gate and up are one product whose two parts have an own dim, so that a split of the ffn width cuts both alike:
-``gate_up_weight`` is [2, F, D] for SwiGLU and [1, F, D] for GELU.
+``gate_up_weight`` is [2, F, D] for SwiGLU and [1, F, D] for GELU. Tensor-parallel ranks each hold a part of F.
 
 It also serves as the shared expert of an MoE layer. It is called like any feed-forward: ``ffn(x_TD, context)``.
 
-Shape suffixes: T tokens, D model, F ffn width, G = parts * F.
+Shape suffixes: T tokens (rows of the residual stream on this rank), D model, F ffn width on this rank, G = parts * F.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ModelConfig
-from megatron_glue.layers.initialisation import init_normal_, residual_std
+from megatron_glue.layers.build import LayerBuild
+from megatron_glue.layers.initialisation import residual_std
 from megatron_glue.ops.swiglu import swiglu
 from megatron_glue.parallel.precision import local
+from megatron_glue.parallel.shard_spec import tensor_split
+from megatron_glue.parallel.tensor import TensorParallel, column_linear, row_linear
 from megatron_glue.types import ForwardContext
 
 
@@ -29,10 +34,20 @@ class FeedForward(nn.Module):
         ffn_size: F.
         gated: SwiGLU (two parts in the first product); else GELU (one).
         has_bias: Biases on both products.
+        tensor_parallel: Ranks that hold the other parts of the width; ``None`` for none.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int, *, gated: bool, has_bias: bool) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        gated: bool,
+        has_bias: bool,
+        tensor_parallel: TensorParallel | None = None,
+    ) -> None:
         super().__init__()
+        self._tensor_parallel = tensor_parallel
         num_parts = 2 if gated else 1
         self._gated = gated
         self.gate_up_weight = nn.Parameter(torch.empty(num_parts, ffn_size, hidden_size))
@@ -53,28 +68,51 @@ class FeedForward(nn.Module):
             [T, D].
         """
         bias_G = None if self.gate_up_bias is None else local(self.gate_up_bias, x_TD.dtype).flatten()
-        hidden_TG = F.linear(x_TD, local(self.gate_up_weight, x_TD.dtype).flatten(0, 1), bias_G)
+        hidden_TG = column_linear(
+            x_TD, local(self.gate_up_weight, x_TD.dtype).flatten(0, 1), bias_G, self._tensor_parallel
+        )
         hidden_TF = swiglu(hidden_TG) if self._gated else F.gelu(hidden_TG, approximate="tanh")
         down_bias_D = None if self.down_bias is None else local(self.down_bias, x_TD.dtype)
-        return F.linear(hidden_TF, local(self.down_weight, x_TD.dtype), down_bias_D)
+        return row_linear(hidden_TF, local(self.down_weight, x_TD.dtype), down_bias_D, self._tensor_parallel)
 
 
-def build_feed_forward(model: ModelConfig, prefix: str, seed: int, *, ffn_size: int | None = None) -> FeedForward:
+def build_feed_forward(
+    model: ModelConfig, prefix: str, build: LayerBuild, *, ffn_size: int | None = None
+) -> FeedForward:
     """Build and initialise a dense feed-forward network.
 
     Args:
         model: Shape of the decoder.
         prefix: Global name of the module, e.g. ``blocks.3.ffn``.
-        seed: The run's seed.
-        ffn_size: Width, if it is not the model's.
+        build: What layers share.
+        ffn_size: Width over all ranks, if it is not the model's.
 
     Returns:
-        The network, on the CPU in fp32.
+        This rank's part of the network, on the CPU in fp32.
+
+    Raises:
+        ConfigError: If the ranks cannot share the width evenly.
     """
+    width, tp_size = ffn_size or model.ffn_width, build.mesh.tp_size
+    if width % tp_size:
+        field = "ffn_hidden_size" if ffn_size is None else "moe_shared_expert_intermediate_size"
+        raise ConfigError(
+            flag_of(field),
+            width,
+            f"does not split over {tp_size} tensor-parallel ranks",
+            f"use a multiple of {tp_size}",
+        )
     ffn = FeedForward(
-        model.hidden_size, ffn_size or model.ffn_width, gated=model.swiglu, has_bias=model.add_bias_linear
+        model.hidden_size,
+        width // tp_size,
+        gated=model.swiglu,
+        has_bias=model.add_bias_linear,
+        tensor_parallel=build.tensor_parallel,
     )
-    init_normal_(ffn.gate_up_weight, model.init_method_std, seed, f"{prefix}.gate_up_weight")
-    std = residual_std(model.init_method_std, model.num_layers)
-    init_normal_(ffn.down_weight, std, seed, f"{prefix}.down_weight")
+    residual = residual_std(model.init_method_std, model.num_layers)
+    build.place(ffn.gate_up_weight, f"{prefix}.gate_up_weight", tensor_split(1), std=model.init_method_std)
+    build.place(ffn.down_weight, f"{prefix}.down_weight", tensor_split(1), std=residual)
+    if ffn.gate_up_bias is not None and ffn.down_bias is not None:
+        build.place(ffn.gate_up_bias, f"{prefix}.gate_up_bias", tensor_split(1))
+        build.place(ffn.down_bias, f"{prefix}.down_bias", partial_axes=build.stream_axes)
     return ffn

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glue.backends.norm import LayerNormKernel, RMSNormKernel
-from megatron_glue.backends.registry import Backends
 from megatron_glue.config.sections import ModelConfig
+from megatron_glue.layers.build import LayerBuild
 from megatron_glue.parallel.precision import local
 
 
@@ -55,18 +55,41 @@ class LayerNorm(nn.Module):
         return self._kernel(x, local(self.weight, x.dtype), local(self.bias, x.dtype), self._epsilon)
 
 
-def build_norm(model: ModelConfig, backends: Backends, width: int | None = None) -> RMSNorm | LayerNorm:
-    """Build the kind of norm that the model uses.
+def build_norm(model: ModelConfig, build: LayerBuild, name: str) -> RMSNorm | LayerNorm:
+    """Build a norm of the residual stream, of the kind that the model uses.
 
     Args:
-        model: Kind and epsilon.
-        backends: Kernels.
-        width: Normalised width; ``None`` for the hidden size.
+        model: Kind, width and epsilon.
+        build: What layers share.
+        name: Global name of the module, e.g. ``blocks.3.ffn_norm``.
 
     Returns:
         The norm, weight one and bias zero.
     """
-    width = width or model.hidden_size
+    return _build(model, build, name, model.hidden_size, build.stream_axes)
+
+
+def build_head_norm(model: ModelConfig, build: LayerBuild, name: str) -> RMSNorm | LayerNorm:
+    """Build a norm that all heads share.
+
+    Args:
+        model: Kind, width of a head and epsilon.
+        build: What layers share.
+        name: Global name of the module, e.g. ``blocks.3.attention.q_norm``.
+
+    Returns:
+        The norm, weight one and bias zero.
+    """
+    return _build(model, build, name, model.head_dim, build.head_axes)
+
+
+def _build(
+    model: ModelConfig, build: LayerBuild, name: str, width: int, partial_axes: tuple[str, ...]
+) -> RMSNorm | LayerNorm:
     if model.normalization == "RMSNorm":
-        return RMSNorm(width, model.norm_epsilon, backends.rms_norm)
-    return LayerNorm(width, model.norm_epsilon, backends.layer_norm)
+        norm = RMSNorm(width, model.norm_epsilon, build.backends.rms_norm)
+    else:
+        norm = LayerNorm(width, model.norm_epsilon, build.backends.layer_norm)
+    for local_name, param in norm.named_parameters():
+        build.place(param, f"{name}.{local_name}", partial_axes=partial_axes)
+    return norm

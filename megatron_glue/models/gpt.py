@@ -21,6 +21,8 @@ from megatron_glue.layers.dropout import SeededDropout
 from megatron_glue.layers.embedding import OutputHead, TokenEmbedding
 from megatron_glue.ops.cross_entropy import linear_cross_entropy
 from megatron_glue.parallel.precision import local
+from megatron_glue.parallel.tensor import TensorParallel
+from megatron_glue.parallel.vocabulary import vocab_parallel_linear_cross_entropy, vocab_parallel_logits
 from megatron_glue.types import ForwardContext, PackedBatch
 
 
@@ -32,11 +34,13 @@ class OutputConfig:
         vocab_size: Real entries of the vocabulary; the padded ones are masked out of the loss.
         chunk_tokens: Tokens whose logits exist at once.
         compute_dtype: Dtype of activations.
+        tensor_parallel: Ranks that hold the other parts of the vocabulary; ``None`` for none.
     """
 
     vocab_size: int
     chunk_tokens: int
     compute_dtype: torch.dtype
+    tensor_parallel: TensorParallel | None = None
 
 
 class GPT(nn.Module):
@@ -100,16 +104,14 @@ class GPT(nn.Module):
         x_TD = self._run(batch.input_ids_T, context, x_TD)
         if not self.is_last:
             return x_TD
-        weight_VD = self._output_weight()
-        return linear_cross_entropy(
-            x_TD,
-            # In the dtype the engine keeps it in: the loss casts an fp32 master for its products, and the sum over
-            # chunks that is the master's gradient arrives unrounded.
-            local(weight_VD, weight_VD.dtype),
-            batch.labels_T,
-            vocab_size=self.output.vocab_size,
-            chunk_tokens=self.output.chunk_tokens,
-        )
+        weight_VD, output = self._output_weight(), self.output
+        # In the dtype the engine keeps it in: the loss casts an fp32 master for its products, and the sum over
+        # chunks that is the master's gradient arrives unrounded.
+        inputs = x_TD, local(weight_VD, weight_VD.dtype), batch.labels_T
+        size, chunk, tp = output.vocab_size, output.chunk_tokens, output.tensor_parallel
+        if tp is None:
+            return linear_cross_entropy(*inputs, vocab_size=size, chunk_tokens=chunk)
+        return vocab_parallel_linear_cross_entropy(*inputs, vocab_size=size, chunk_tokens=chunk, tp=tp)
 
     def activations(self, input_ids_T: Tensor, context: ForwardContext, x_TD: Tensor | None = None) -> Tensor:
         """Run this part without the output layer.
@@ -137,13 +139,16 @@ class GPT(nn.Module):
             fp32 [vocab_size].
         """
         assert self.is_last, "logits come from the last part"
-        x_D = self._run(input_ids_T, context, x_TD)[row]
-        return (local(self._output_weight(), x_D.dtype)[: self.output.vocab_size] @ x_D).float()
+        x_TD, output = self._run(input_ids_T, context, x_TD), self.output
+        weight_VD = local(self._output_weight(), x_TD.dtype)
+        if output.tensor_parallel is None:
+            return (weight_VD[: output.vocab_size] @ x_TD[row]).float()
+        return vocab_parallel_logits(x_TD, weight_VD, row, output.vocab_size, output.tensor_parallel)
 
     def _run(self, input_ids_T: Tensor, context: ForwardContext, x_TD: Tensor | None) -> Tensor:
         if self.embedding is not None:
             assert x_TD is None, "the first part starts from token ids"
-            x_TD = self.embedding(input_ids_T, context.sequence.positions_T, self.output.compute_dtype)
+            x_TD = self.embedding(input_ids_T, context, self.output.compute_dtype)
             x_TD = self.dropout(x_TD, context)
         assert x_TD is not None, "a part behind the first starts from activations"
         stream_TD: Tensor = x_TD

@@ -30,21 +30,22 @@ def num_real_rows(num_rows: int, vocab_size: int, tp: TensorParallel) -> int:
     return min(max(vocab_size - tp.rank * num_rows, 0), num_rows)
 
 
-def vocab_parallel_embedding(input_ids_T: Tensor, weight_VD: Tensor, tp: TensorParallel) -> Tensor:
+def vocab_parallel_embedding(input_ids_T: Tensor, weight_VD: Tensor, dtype: torch.dtype, tp: TensorParallel) -> Tensor:
     """Look token ids up.
 
     Args:
         input_ids_T: int64 ids of all tokens.
         weight_VD: This rank's rows.
+        dtype: Of the result, and of what travels.
         tp: The ranks.
 
     Returns:
-        [S, D] in the dtype of the weight: this rank's rows of the stream (sequence parallelism), else all.
+        [S, D]: this rank's rows of the stream (sequence parallelism), else all.
     """
     num_rows = weight_VD.shape[0]
     local_ids_T = input_ids_T - tp.rank * num_rows
     is_elsewhere_T = (local_ids_T < 0) | (local_ids_T >= num_rows)
-    rows_TD = F.embedding(local_ids_T.masked_fill(is_elsewhere_T, 0), weight_VD)
+    rows_TD = F.embedding(local_ids_T.masked_fill(is_elsewhere_T, 0), weight_VD).to(dtype)
     # The sum over ranks adds zeros to one row: exact in every dtype.
     return reduce_rows(rows_TD.masked_fill(is_elsewhere_T[:, None], 0.0), tp)
 

@@ -15,9 +15,11 @@ from megatron_glue.backends.attention_varlen import varlen_attention
 from megatron_glue.backends.registry import resolve
 from megatron_glue.config.sections import BackendConfig, ModelConfig
 from megatron_glue.layers.block import DecoderBlock, build_decoder_block
+from megatron_glue.layers.build import LayerBuild
 from megatron_glue.layers.mlp import build_feed_forward
 from megatron_glue.layers.packed_metadata import PackedMetadataCache
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.types import ForwardContext, PackedSequence
 
 KERNELS: dict[str, Any] = {
@@ -73,10 +75,16 @@ def small_model(**overrides: Any) -> ModelConfig:
     return ModelConfig(**(values | overrides))
 
 
-def build_blocks(
-    model: ModelConfig, *, layout: str = "segments", enabled: bool = True, seed: int = 7
-) -> tuple[nn.ModuleList, PackedMetadataCache]:
-    """Build all blocks of a dense model and the cache they share."""
+def layer_build(
+    model: ModelConfig | None = None,
+    *,
+    layout: str = "segments",
+    enabled: bool = True,
+    seed: int = 7,
+    mesh: ParallelMesh | None = None,
+) -> LayerBuild:
+    """What layers share, with the kernels of one attention layout."""
+    model = model or small_model()
     backends = resolve(
         BackendConfig.model_validate({"attention_backend": layout}),
         "cpu",
@@ -84,12 +92,23 @@ def build_blocks(
         head_dim=model.head_dim,
         attention_dropout=model.attention_dropout,
     )
-    cache = PackedMetadataCache(layout, enabled, HostReader())
+    return LayerBuild(backends, PackedMetadataCache(layout, enabled, HostReader()), seed, mesh or ParallelMesh())
+
+
+def build_blocks(model: ModelConfig, build: LayerBuild | None = None, **kinds: Any) -> tuple[nn.ModuleList, Any]:
+    """Build all blocks of a dense model and the cache they share.
+
+    Args:
+        model: Shape of the blocks.
+        build: What they share; ``None`` makes it from ``kinds``.
+        **kinds: Arguments of :func:`layer_build`.
+    """
+    build = build or layer_build(model, **kinds)
     blocks: list[DecoderBlock] = [
-        build_decoder_block(model, layer, build_feed_forward(model, f"blocks.{layer}.ffn", seed), backends, cache, seed)
+        build_decoder_block(model, layer, build_feed_forward(model, f"blocks.{layer}.ffn", build), build)
         for layer in range(model.num_layers)
     ]
-    return nn.ModuleList(blocks), cache
+    return nn.ModuleList(blocks), build.metadata_cache
 
 
 def run_blocks(blocks: nn.ModuleList, x_TD: Tensor, context: ForwardContext) -> Tensor:

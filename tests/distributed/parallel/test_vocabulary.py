@@ -163,7 +163,7 @@ def compare_embedding(rank: int, world_size: int, is_sequence_parallel: bool) ->
     expected = F.embedding(ids, weight)
     expected.backward(probe)
     own_weight = weight.detach().chunk(world_size)[rank].clone().requires_grad_()
-    actual = vocab_parallel_embedding(ids, own_weight, tp)
+    actual = vocab_parallel_embedding(ids, own_weight, torch.float64, tp)
     assert torch.equal(actual, rows_of(expected, tp))
     actual.backward(rows_of(probe, tp))
     assert own_weight.grad is not None

@@ -1,22 +1,17 @@
 import pytest
 import torch
 
-from megatron_glue.backends.registry import resolve
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.config.sections import BackendConfig
 from megatron_glue.layers.attention import build_attention
-from megatron_glue.layers.packed_metadata import PackedMetadataCache
-from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.ops.rope import apply_rope, rope_table
 from megatron_glue.types import ForwardContext, PackedSequence
 from tests.support import oracles
-from tests.support.layer_cases import small_model
+from tests.support.layer_cases import layer_build, small_model
 from tests.support.tolerances import assert_close
 
 
-def build(model, layer_index=0, layout="segments", **needs):
-    backends = resolve(BackendConfig(attention_backend=layout), "cpu", torch.float32, head_dim=model.head_dim, **needs)
-    return build_attention(model, layer_index, backends, PackedMetadataCache(layout, True, HostReader()), 7)
+def build(model, layer_index=0):
+    return build_attention(model, layer_index, layer_build(model))
 
 
 def by_hand(attention, x, sequence, *, rotary_dim=8, window=0, norm=False):
@@ -99,7 +94,7 @@ def test_heads_that_do_not_divide_are_named():
 
 def test_attention_dropout_depends_on_step_micro_batch_and_layer_and_is_off_in_evaluation():
     model = small_model(attention_dropout=0.3)
-    attention = build(model, attention_dropout=0.3)
+    attention = build(model)
     sequence = PackedSequence.from_lengths([20])
     x = torch.randn(20, 32)
 
@@ -110,7 +105,7 @@ def test_attention_dropout_depends_on_step_micro_batch_and_layer_and_is_off_in_e
     assert not torch.equal(run(step=1), run(step=2))
     assert not torch.equal(run(micro_batch=0), run(micro_batch=1))
     assert not torch.equal(run(seed=0), run(seed=1))
-    other = build(model, 1, attention_dropout=0.3)
+    other = build(model, 1)
     other.load_state_dict(attention.state_dict())
     assert not torch.equal(run(), other(x, ForwardContext(sequence)))
     attention.eval()

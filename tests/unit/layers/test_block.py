@@ -5,10 +5,8 @@ from torch import nn
 from megatron_glue.backends.registry import resolve
 from megatron_glue.config.sections import BackendConfig
 from megatron_glue.layers.block import build_decoder_block
-from megatron_glue.layers.packed_metadata import PackedMetadataCache
-from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.types import ForwardContext, PackedSequence
-from tests.support.layer_cases import KERNELS, build_blocks, gradients, pack, run_blocks, small_model
+from tests.support.layer_cases import KERNELS, build_blocks, gradients, layer_build, pack, run_blocks, small_model
 from tests.support.tolerances import assert_close
 
 
@@ -114,10 +112,8 @@ def test_the_feed_forward_is_handed_in_and_called_with_the_context():
             self.seen = context
             return torch.zeros_like(x)
 
-    backends = resolve(BackendConfig(), "cpu", torch.float32, head_dim=8)
     recorder = Recorder()
-    cache = PackedMetadataCache("segments", True, HostReader())
-    block = build_decoder_block(small_model(), 0, recorder, backends, cache, 7)
+    block = build_decoder_block(small_model(), 0, recorder, layer_build())
     context = ForwardContext(pack("one"))
     block(torch.randn(37, 32), context)
     assert recorder.seen is context

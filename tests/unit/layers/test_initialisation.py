@@ -1,10 +1,12 @@
 import math
 
+import pytest
 import torch
 
 from megatron_glue.layers.embedding import build_token_embedding
 from megatron_glue.layers.initialisation import init_expert_normal_, init_normal_, residual_std
-from tests.support.layer_cases import build_blocks, small_model
+from megatron_glue.parallel.shard_spec import ShardSpec
+from tests.support.layer_cases import build_blocks, layer_build, small_model
 
 
 def test_values_depend_on_seed_and_global_name_alone():
@@ -32,16 +34,21 @@ def test_moments():
     assert abs(weight.mean().item()) < 2e-4
 
 
-def test_experts_depend_on_their_global_id_and_not_on_the_layout():
+@pytest.mark.parametrize(("ep_size", "etp_size"), [(2, 1), (4, 1), (1, 3), (2, 3)])
+def test_experts_depend_on_their_global_id_and_not_on_the_layout(ep_size, etp_size):
+    spec = ShardSpec("experts.weight", (4, 6, 7), (("ep", 0), ("etp", 1)))
     whole = torch.empty(4, 6, 7)
-    init_expert_normal_(whole, 0.02, 1, "experts.weight", 0)
-    for num_ranks in (2, 4):
+    init_expert_normal_(whole, 0.02, 1, spec, (slice(0, 4), slice(0, 6), slice(0, 7)))
+    rows = []
+    for ep_rank in range(ep_size):
         parts = []
-        for rank in range(num_ranks):
-            part = torch.empty(4 // num_ranks, 6, 7)
-            init_expert_normal_(part, 0.02, 1, "experts.weight", rank * 4 // num_ranks)
+        for etp_rank in range(etp_size):
+            slices = spec.local_slices({"ep": ep_size, "etp": etp_size}, {"ep": ep_rank, "etp": etp_rank})
+            part = torch.empty(4 // ep_size, 6 // etp_size, 7)
+            init_expert_normal_(part, 0.02, 1, spec, slices)
             parts.append(part)
-        assert torch.equal(torch.cat(parts), whole)
+        rows.append(torch.cat(parts, dim=1))
+    assert torch.equal(torch.cat(rows), whole)
     assert not torch.equal(whole[0], whole[1])
 
 
@@ -49,7 +56,7 @@ def test_f75_two_ranks_that_build_different_things_first_agree():
     model = small_model()
     _ = build_blocks(small_model(num_layers=1))
     first = build_blocks(model)[0].state_dict()
-    build_token_embedding(model, 100, 7)
+    build_token_embedding(model, 100, layer_build())
     second = build_blocks(model)[0].state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -4,14 +4,14 @@ import torch.nn.functional as F
 
 from megatron_glue.layers.mlp import build_feed_forward
 from megatron_glue.types import ForwardContext
-from tests.support.layer_cases import pack, small_model
+from tests.support.layer_cases import layer_build, pack, small_model
 from tests.support.tolerances import assert_close
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("swiglu", [True, False])
 def test_equals_its_definition_with_gradients(swiglu, has_bias):
-    ffn = build_feed_forward(small_model(swiglu=swiglu, add_bias_linear=has_bias), "blocks.0.ffn", 7)
+    ffn = build_feed_forward(small_model(swiglu=swiglu, add_bias_linear=has_bias), "blocks.0.ffn", layer_build())
     if has_bias:
         torch.nn.init.normal_(ffn.gate_up_bias)
         torch.nn.init.normal_(ffn.down_bias)
@@ -32,6 +32,6 @@ def test_equals_its_definition_with_gradients(swiglu, has_bias):
 
 
 def test_width_of_a_shared_expert():
-    ffn = build_feed_forward(small_model(), "blocks.0.ffn.shared_expert", 7, ffn_size=20)
+    ffn = build_feed_forward(small_model(), "blocks.0.ffn.shared_expert", layer_build(), ffn_size=20)
     assert tuple(ffn.gate_up_weight.shape) == (2, 20, 32)
     assert tuple(ffn.down_weight.shape) == (32, 20)

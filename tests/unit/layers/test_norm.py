@@ -1,20 +1,18 @@
 import torch
 
-from megatron_glue.backends.registry import resolve
-from megatron_glue.config.sections import BackendConfig
-from megatron_glue.layers.norm import LayerNorm, RMSNorm, build_norm
-from tests.support.layer_cases import small_model
+from megatron_glue.layers.norm import LayerNorm, RMSNorm, build_head_norm, build_norm
+from tests.support.layer_cases import layer_build, small_model
 from tests.support.tolerances import assert_close
 
-BACKENDS = resolve(BackendConfig(), "cpu", torch.float32, head_dim=8)
+BUILD = layer_build()
 
 
 def test_kind_width_and_epsilon_come_from_the_model():
-    norm = build_norm(small_model(norm_epsilon=0.5), BACKENDS)
+    norm = build_norm(small_model(norm_epsilon=0.5), BUILD, "a")
     assert isinstance(norm, RMSNorm)
     x = torch.randn(4, 32)
     assert_close(norm(x), x / torch.sqrt((x * x).mean(-1, keepdim=True) + 0.5))
-    norm = build_norm(small_model(normalization="LayerNorm", norm_epsilon=0.5), BACKENDS, 8)
+    norm = build_head_norm(small_model(normalization="LayerNorm", norm_epsilon=0.5), BUILD, "a")
     assert isinstance(norm, LayerNorm)
     x = torch.randn(4, 2, 8)
     centred = x - x.mean(-1, keepdim=True)
@@ -22,7 +20,7 @@ def test_kind_width_and_epsilon_come_from_the_model():
 
 
 def test_starts_as_the_plain_norm():
-    norm = build_norm(small_model(normalization="LayerNorm"), BACKENDS)
+    norm = build_norm(small_model(normalization="LayerNorm"), BUILD, "a")
     assert torch.equal(norm.weight, torch.ones(32))
     assert isinstance(norm, LayerNorm)
     assert torch.equal(norm.bias, torch.zeros(32))
