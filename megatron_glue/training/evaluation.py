@@ -6,48 +6,55 @@ and host reads are not counted with those of training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron_glue.parallel.collectives import all_reduce_sum
+from megatron_glue.parallel.mesh import ParallelMesh
+from megatron_glue.training.executor import StepExecutor
+from megatron_glue.training.metrics import counted_once
 from megatron_glue.types import ForwardContext, PackedBatch
 
 
 @torch.no_grad()
 def evaluate(
     module: nn.Module,
-    run: Callable[[PackedBatch, ForwardContext], Tensor],
+    executor: StepExecutor,
     batches: Sequence[PackedBatch],
-    group: ProcessGroup | None,
+    mesh: ParallelMesh,
     seed: int = 0,
 ) -> Tensor:
     """Mean loss over all labelled tokens of all ranks' batches.
 
     Args:
         module: Switched to evaluation for the duration, and back to what it was.
-        run: The engine's forward: (batch, context) to the summed loss.
-        batches: This rank's batches, on the device; equally many on all ranks.
-        group: Ranks that hold other batches.
+        executor: Runs it.
+        batches: This rank's batches, on the device; equally many on all ranks. What layers derived from their layouts
+            is dropped at the end, so that they may be kept for the next time.
+        mesh: The run's mesh.
         seed: The run's seed.
 
     Returns:
-        fp32 device scalar, nats per token; 0 if there is no label at all.
+        fp32 device scalar, nats per token, on all ranks; 0 if there is no label at all.
     """
     was_training = module.training
     module.eval()
     try:
-        loss_sum = torch.zeros((), device=_device_of(module))
-        for index, batch in enumerate(batches):
-            loss_sum += run(batch, ForwardContext(sequence=batch.sequence, seed=seed, micro_batch=index)).float()
+        loss_sum = executor.evaluate(
+            [(batch, _context(batch, index, mesh, seed)) for index, batch in enumerate(batches)]
+        )
         num_labels = torch.full_like(loss_sum, sum(batch.num_label_tokens for batch in batches))
-        sums = all_reduce_sum(torch.stack([loss_sum, num_labels]).double(), group)
+        shares = counted_once(torch.stack([loss_sum, num_labels]).double(), mesh)
+        sums = all_reduce_sum(shares, mesh.world_group)
     finally:
         module.train(was_training)
+        for batch in batches:
+            batch.sequence.cache_entries.clear()
     return (sums[0] / sums[1].clamp(min=1)).float()
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
+def _context(batch: PackedBatch, index: int, mesh: ParallelMesh, seed: int) -> ForwardContext:
+    rows = mesh.residual_rows(batch.sequence.num_tokens)
+    return ForwardContext(sequence=batch.sequence, seed=seed, micro_batch=index, residual_rows=rows)

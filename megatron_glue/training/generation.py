@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_glue.parallel.collectives import broadcast_
+from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.types import ForwardContext, PackedSequence
 
 
@@ -47,18 +49,18 @@ def sample_continuation(
     prompt_ids: Sequence[int],
     plan: SamplingPlan,
     device: torch.device,
-    agree: Callable[[Tensor], Tensor] = lambda token: token,
+    mesh: ParallelMesh,
 ) -> list[int]:
     """Continue a prompt token by token.
 
     Args:
-        next_logits: Maps (ids_T, context, row) to the fp32 [V] logits behind that row (``GPT.logits``). The caller has
-            switched the model to evaluation.
+        next_logits: Maps (ids_T, context, row) to the fp32 [V] logits behind that row (``StepExecutor.next_logits``).
+            The caller has switched the model to evaluation.
         prompt_ids: At least one token id.
         plan: How to continue.
         device: The model's device.
-        agree: Maps a drawn id (int64 scalar on the CPU) to the one that all ranks go on with. Logits may differ in the
-            last bit between ranks, and a rank that stops early would leave its peers in a collective.
+        mesh: The run's mesh. All ranks go on with the token that its first rank drew: logits may differ in the last bit
+            between ranks, and a rank that stops early would leave its peers in a collective.
 
     Returns:
         The new token ids, without the prompt and without the end token.
@@ -72,11 +74,14 @@ def sample_continuation(
     ids = list(prompt_ids)
     for _ in range(plan.num_tokens):
         window = ids[-plan.max_context_tokens :]
-        sequence = PackedSequence.from_lengths([len(window)]).to(device)
-        input_ids_T = torch.tensor(window, dtype=torch.int64).to(device)
-        logits_V = next_logits(input_ids_T, ForwardContext(sequence=sequence), len(window) - 1)
+        # Sequence parallelism splits the rows of the sequence evenly. Context parallelism does not split it at all.
+        num_pad = -len(window) % mesh.tp_size if mesh.sequence_parallel else 0
+        sequence = PackedSequence.from_lengths([len(window)], num_pad).to(device)
+        context = ForwardContext(sequence=sequence, residual_rows=mesh.residual_rows(sequence.num_tokens))
+        input_ids_T = torch.tensor(window + [0] * num_pad, dtype=torch.int64).to(device)
+        logits_V = next_logits(input_ids_T, context, len(window) - 1)
         probabilities_V = torch.softmax(logits_V.float().cpu() / plan.temperature, dim=-1)
-        token = int(agree(torch.multinomial(probabilities_V, 1, generator=generator)))
+        token = int(broadcast_(torch.multinomial(probabilities_V, 1, generator=generator), mesh.world_group))
         if token == plan.end_token:
             break
         ids.append(token)

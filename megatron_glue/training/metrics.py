@@ -17,6 +17,21 @@ from torch.distributed import ProcessGroup
 
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.parallel.collectives import all_reduce_sum_many
+from megatron_glue.parallel.mesh import ParallelMesh
+
+
+def counted_once(value: Tensor, mesh: ParallelMesh) -> Tensor:
+    """This rank's share of a value that its tensor-parallel peers hold too, and that only the last stage has.
+
+    Args:
+        value: A sum over this rank's tokens, e.g. of losses. Ranks of dp and cp have different tokens.
+        mesh: The run's mesh.
+
+    Returns:
+        ``value`` on one tensor-parallel rank of the last pipeline stage, zeros elsewhere: the sum over all ranks counts
+        every token once.
+    """
+    return value if mesh.is_last_stage and mesh.tp_rank == 0 else torch.zeros_like(value)
 
 
 @dataclass(frozen=True)
@@ -29,7 +44,8 @@ class StepResult:
         grad_norm: fp32 device scalar before clipping, the same on all ranks.
         lr: Learning rate of the update.
         num_tokens: Live tokens of the step over all ranks (host integer).
-        expert_counts_LE: int64 device tensor, pairs of this rank's tokens; ``None`` for a dense model.
+        expert_counts_LE: int64 device tensor, pairs of this rank's tokens in every MoE layer of the model, zeros in
+            layers of other pipeline stages; ``None`` for a dense model.
         num_dropped: int64 device scalar, of this rank's tokens; ``None`` for a dense model.
         aux_losses: fp32 device tensor [aux, z], this rank's share of means; ``None`` for a dense model.
     """
@@ -80,7 +96,7 @@ class RunMetrics:
 
         Args:
             reader: The door to the host.
-            group: The data-parallel ranks.
+            group: All ranks.
         """
         if not self._pending:
             return

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from megatron_glue.parallel.data_parallel import DataParallelEngine
 from megatron_glue.parallel.gather import differing_replicas
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import LoadedCheckpoint, TrainingState
+from megatron_glue.training.executor import StepExecutor, build_executor
 from megatron_glue.training.lr_schedule import LearningRateSchedule
 from megatron_glue.training.metrics import RunMetrics
 from megatron_glue.training.optimizer import GuardedAdamW, build_optimizer
@@ -52,14 +54,19 @@ class SessionData:
     heldout: DocumentSet
     loader: BatchLoader
     eval_plan: EvalPlan
+    _kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def eval_batches(self, device: torch.device) -> list[PackedBatch]:
-        """This rank's held-out batches."""
-        return eval_batches(self.heldout, self.eval_plan, device=device)
+        """This rank's held-out batches; packed once, then kept."""
+        if "eval_batches" not in self._kept:
+            self._kept["eval_batches"] = eval_batches(self.heldout, self.eval_plan, device=device)
+        return self._kept["eval_batches"]
 
     def unigram_entropy(self) -> float:
-        """Loss of predicting held-out labels by frequency alone, nats per token."""
-        return unigram_entropy(self.train, self.heldout, self.eval_plan)
+        """Loss of predicting held-out labels by frequency alone, nats per token; computed once, then kept."""
+        if "unigram_entropy" not in self._kept:
+            self._kept["unigram_entropy"] = unigram_entropy(self.train, self.heldout, self.eval_plan)
+        return self._kept["unigram_entropy"]
 
 
 @dataclass
@@ -70,8 +77,9 @@ class Session:
         config: What it was built from.
         mesh: Ranks.
         device: Where this rank computes.
-        built: Model, activation manager, metadata cache, chosen kernels.
+        built: Model, or the parts of it that this rank holds; activation managers, metadata cache, chosen kernels.
         engine: The data-parallel engine around the model.
+        executor: Runs passes through it, in a pipeline or not.
         optimizer: AdamW over the engine's parameters.
         schedule: Learning rate by update.
         data: Documents and loader.
@@ -88,6 +96,7 @@ class Session:
     device: torch.device
     built: BuiltModel
     engine: DataParallelEngine
+    executor: StepExecutor
     optimizer: GuardedAdamW
     schedule: LearningRateSchedule
     data: SessionData
@@ -132,7 +141,7 @@ class Session:
 
 
 def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, offload_dir: Path | None) -> Session:
-    """Build all parts of a run, in order: data, model, engine, optimizer.
+    """Build all parts of a run, in order: data, model, engine, optimizer, executor.
 
     Args:
         config: A validated configuration.
@@ -154,8 +163,9 @@ def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, o
     engine = parallelize(built, mesh, config.parallel)
     differing = differing_replicas(engine.module, mesh)
     assert not differing, f"parameters differ between ranks before the first step: {differing[:3]}"
-    optimizer = build_optimizer(
-        engine.module.named_parameters(), config.optimizer, built.backends.optimizer, device, host_reader=host_reader
+    named_parameters = engine.module.named_parameters()
+    optimizer = engine.attach_optimizer(
+        build_optimizer(named_parameters, config.optimizer, built.backends.optimizer, device, host_reader=host_reader)
     )
     return Session(
         config=config,
@@ -163,6 +173,7 @@ def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, o
         device=device,
         built=built,
         engine=engine,
+        executor=build_executor(config, built, engine, device),
         optimizer=optimizer,
         schedule=LearningRateSchedule(config.optimizer, config.training.train_iters),
         data=data,
@@ -181,8 +192,13 @@ def _build_data(config: RunConfig, mesh: ParallelMesh, device: torch.device) -> 
             "is not the same on all ranks",
             "give every machine the same files (for the embedded corpus: the same Python version)",
         )
-    plan = BatchPlan(training.micro_batch_size, training.global_batch_size, mesh.dp_rank, mesh.dp_size)
-    stream = PackStream(train, data_config.seq_length, data_config.packing_window, training.seed)
+    # Pipeline and tensor-parallel ranks see the same data, context-parallel ranks cut theirs out of the same packs.
+    plan = BatchPlan(
+        training.micro_batch_size, training.global_batch_size, mesh.dp_rank, mesh.dp_size, mesh.cp_rank, mesh.cp_size
+    )
+    stream = PackStream(
+        train, data_config.seq_length, data_config.packing_window, training.seed, data_config.segment_alignment
+    )
     return SessionData(
         tokenizer=tokenizer,
         train=train,

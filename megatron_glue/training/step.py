@@ -2,9 +2,10 @@
 
 The loss of every token is divided once, before backward, by the labelled tokens of the WHOLE step (all micro-batches,
 all ranks), a number every rank knows from the packer. Gradients are therefore plain sums over micro-batches and ranks,
-whatever the layout, and nothing here or in an engine divides again.
+whatever the layout, and nothing here or in an engine divides again. How passes run, in a pipeline or not, is the
+executor's business.
 
-Shape suffixes: L MoE layers, E experts.
+Shape suffixes: L MoE layers of the whole model, E experts.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from megatron_glue.moe.router import update_expert_biases
 from megatron_glue.parallel.collectives import all_reduce_sum
-from megatron_glue.parallel.grad_norm import clip_gradients
-from megatron_glue.training.metrics import StepResult
+from megatron_glue.parallel.pipeline import StepInputs
+from megatron_glue.training.metrics import StepResult, counted_once
 from megatron_glue.training.session import Session
 from megatron_glue.types import ForwardContext, PackedBatch, RouterRecord
 
@@ -37,7 +38,7 @@ def train_step(session: Session) -> StepResult:
     router_log: list[RouterRecord] = []
     reads_before = session.host_reader.count
     loss_sum = accumulate_gradients(session, router_log)
-    norm = clip_gradients(session.engine.gradient_parameters(), session.config.optimizer.clip_grad, session.mesh)
+    norm = session.engine.clip_gradients(session.config.optimizer.clip_grad)
     # An update that was skipped does not move the schedule.
     lr = session.schedule.at(session.iteration - session.optimizer.num_skipped_updates)
     session.optimizer.step(lr, norm)
@@ -67,60 +68,80 @@ def accumulate_gradients(session: Session, router_log: list[RouterRecord] | None
         router_log: Where MoE layers report to.
 
     Returns:
-        fp32 device scalar: this rank's sum of token losses.
+        fp32 device scalar: this rank's share of the sum of token losses. The shares of all ranks add up to the sum.
     """
     batches = session.data.loader.next_step()
-    loss_scale = 1.0 / max(session.data.loader.step_label_tokens, 1)
-    activation = session.built.activation
-    loss_sum = torch.zeros((), device=session.device)
-    activation.begin_step()
-    try:
-        for index, batch in enumerate(batches):
-            context = _context(session, batch, index, len(batches), router_log)
-            with session.engine.micro_batch(is_last=index == len(batches) - 1):
-                loss = session.engine.module(batch, context)
-                activation.end_forward()
-                (loss * loss_scale).backward()
-            loss_sum += loss.detach()
-        session.engine.finish_backward()
-    finally:
-        activation.reset()
+    inputs = step_inputs(session, batches, router_log)
+    loss_sum = session.executor.train(inputs, 1.0 / max(session.data.loader.step_label_tokens, 1))
     session.num_micro_batches += len(batches)
-    return loss_sum
+    return counted_once(loss_sum, session.mesh)
 
 
-def _context(
-    session: Session, batch: PackedBatch, index: int, num_local: int, router_log: list[RouterRecord] | None
-) -> ForwardContext:
+def step_inputs(
+    session: Session, batches: Sequence[PackedBatch], router_log: list[RouterRecord] | None = None
+) -> StepInputs:
+    """Put beside each micro-batch what blocks see of it.
+
+    Args:
+        session: At the step that the micro-batches belong to.
+        batches: This rank's micro-batches of the step, all of them.
+        router_log: Where MoE layers report to.
+
+    Returns:
+        The pairs.
+    """
     mesh = session.mesh
-    return ForwardContext(
-        sequence=batch.sequence,
-        seed=session.config.training.seed,
-        step=session.iteration,
-        micro_batch=index * mesh.dp_size + mesh.dp_rank,
-        aux_loss_scale=1.0 / (num_local * mesh.dp_size),
-        router_log=router_log,
-    )
+    return [
+        (
+            batch,
+            ForwardContext(
+                sequence=batch.sequence,
+                seed=session.config.training.seed,
+                step=session.iteration,
+                micro_batch=index * mesh.dp_size + mesh.dp_rank,
+                aux_loss_scale=1.0 / (len(batches) * mesh.dp_size),
+                router_log=router_log,
+                residual_rows=mesh.residual_rows(batch.sequence.num_tokens),
+            ),
+        )
+        for index, batch in enumerate(batches)
+    ]
 
 
 def _router_statistics(
     session: Session, router_log: Sequence[RouterRecord]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Sum this rank's records over micro-batches: counts [L, E], dropped pairs, [aux, z] as this rank's mean share."""
-    if not router_log:
+    """Sum this rank's records: counts [L, E] over micro-batches, dropped pairs, [aux, z] as this rank's mean share.
+
+    All MoE layers of the model have a row, zeros where another pipeline stage holds the layer, so that ranks of all
+    stages can be summed.
+    """
+    config, device = session.config, session.device
+    rows = {
+        layer_index: row
+        for row, layer_index in enumerate(filter(config.moe.is_moe_layer, range(config.model.num_layers)))
+    }
+    if not rows:
         return None, None, None
-    layers = sorted({record.layer_index for record in router_log})
-    counts_LE = torch.stack(
-        [torch.stack([r.counts_E for r in router_log if r.layer_index == layer]).sum(dim=0) for layer in layers]
-    )
-    dropped = torch.stack([record.num_dropped_pairs for record in router_log]).sum()
+    counts: list[list[Tensor]] = [[] for _ in rows]
+    for record in router_log:
+        counts[rows[record.layer_index]].append(record.counts_E)
+    nothing_E = torch.zeros(config.moe.num_experts, dtype=torch.int64, device=device)
+    counts_LE = torch.stack([torch.stack(of_layer).sum(dim=0) if of_layer else nothing_E for of_layer in counts])
+    if not router_log:
+        return counts_LE, counts_LE.new_zeros(()), torch.zeros(2, device=device)
+    num_records = max(len(of_layer) for of_layer in counts) * session.mesh.dp_size * len(rows)
     losses = torch.stack([torch.stack([record.aux_loss, record.z_loss]) for record in router_log])
-    return counts_LE, dropped, losses.mean(dim=0) / session.mesh.dp_size
+    dropped = torch.stack([record.num_dropped_pairs for record in router_log]).sum()
+    return counts_LE, dropped, losses.sum(dim=0) / num_records
 
 
 def _update_biases(session: Session, counts_LE: Tensor) -> None:
-    routers = session.built.routers
-    if not session.config.moe.moe_router_enable_expert_bias or not routers:
+    """Move the biases of this stage's layers. Its ranks hold the same layers, so all or none of them come here."""
+    routers, moe = session.built.routers, session.config.moe
+    if not moe.moe_router_enable_expert_bias or not routers:
         return
-    counts_LE = all_reduce_sum(counts_LE, session.mesh.dp_group)
-    update_expert_biases(routers, list(counts_LE), session.config.moe.moe_router_bias_update_rate)
+    layers = [layer for layer in range(session.config.model.num_layers) if moe.is_moe_layer(layer)]
+    own_LE = torch.stack([counts_LE[layers.index(layer_index)] for layer_index in routers])
+    own_LE = all_reduce_sum(own_LE, session.mesh.stage_group)
+    update_expert_biases(list(routers.values()), list(own_LE), moe.moe_router_bias_update_rate)

@@ -53,7 +53,7 @@ def run_layout(rank: int, world_size: int, corpus: str, parallel: dict[str, Any]
     session = build_session(config, mesh, CPU, folder)
     for _ in range(2):
         session.metrics.add(train_step(session), 0.0)
-    session.metrics.flush(session.host_reader, mesh.dp_group)
+    session.metrics.flush(session.host_reader, mesh.world_group)
     session.close()
     return {
         "loss": loss,

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from megatron_glue.ops.host_reader import HostReader
-from megatron_glue.training.metrics import RunMetrics, StepResult
+from megatron_glue.parallel.mesh import ParallelMesh
+from megatron_glue.training.metrics import RunMetrics, StepResult, counted_once
 
 
 def result(loss: float, counts: list[list[int]] | None = None) -> StepResult:
@@ -65,3 +68,12 @@ def test_history_survives_a_checkpoint() -> None:
     assert restored.num_tokens == 100
     restored.losses.append(1.0)
     assert len(metrics.losses) == 1, "a restored history is a copy"
+
+
+def test_a_sum_that_several_ranks_hold_is_counted_by_one_of_them() -> None:
+    sizes = {"pp": 2, "dp": 2, "cp": 2, "tensor": 2}
+    shares = [
+        counted_once(torch.tensor(3.0), ParallelMesh(sizes=sizes, ranks={"pp": pp, "dp": dp, "cp": cp, "tensor": tp}))
+        for pp, dp, cp, tp in itertools.product(range(2), repeat=4)
+    ]
+    assert sum(shares) == 3.0 * 2 * 2, "dp and cp ranks have tokens of their own"
