@@ -1,12 +1,16 @@
 """Losses that keep a router balanced and its logits small, and how they enter backward.
 
 Each is computed per MoE layer from that layer's own statistics: averaging over layers first would hide opposite
-imbalances. Each is a mean over its tokens, so its size does not depend on the batch. They enter backward beside the
-model's loss, not through it: :func:`attach_losses` ties them to the layer's output.
+imbalances. Each is a mean over the tokens of a micro-batch, so its size does not depend on the batch. Where several
+ranks hold rows of one micro-batch, every function here gives this rank's SHARE: its rows, divided by the tokens of the
+whole micro-batch and weighed by the counts of the whole. The sum of the shares is the loss, and the sum of their
+gradients is its gradient. The losses enter backward beside the model's loss, not through it: :func:`attach_losses` ties
+them to the layer's output.
 
-This file chooses no expert and keeps no state. It stands behind the router, once per layer and micro-batch.
+This file chooses no expert, talks to no rank and keeps no state. It stands behind the router, once per layer and
+micro-batch.
 
-Shape suffixes: T tokens, D model, E experts, K top-k, S segments.
+Shape suffixes: T tokens of this rank, D model, E experts, K top-k, S segments.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from torch import Tensor
 from megatron_glue.ops.grouping import count_ids
 
 
-def load_balancing_loss(probs_TE: Tensor, counts_E: Tensor, top_k: int) -> Tensor:
+def load_balancing_loss(probs_TE: Tensor, counts_E: Tensor, top_k: int, num_tokens: int) -> Tensor:
     """Balance over all tokens of a micro-batch: E * sum_e f_e * P_e.
 
     f_e is the share of (token, choice) pairs that went to expert e and P_e its mean probability (Fedus et al. 2021,
@@ -28,21 +32,36 @@ def load_balancing_loss(probs_TE: Tensor, counts_E: Tensor, top_k: int) -> Tenso
 
     Args:
         probs_TE: fp32 router probabilities; each row sums to 1.
-        counts_E: int64 pairs of each expert.
+        counts_E: int64 pairs of each expert in the whole micro-batch.
         top_k: K.
+        num_tokens: Tokens of the whole micro-batch (host integer).
 
     Returns:
-        fp32 scalar; 0 without tokens.
+        fp32 scalar: this rank's share; 0 without tokens.
     """
-    num_tokens, num_experts = probs_TE.shape
     if num_tokens == 0:
         return probs_TE.sum()
+    num_experts = probs_TE.shape[1]
     return torch.dot(probs_TE.sum(0), counts_E.to(probs_TE.dtype)) * (num_experts / (num_tokens**2 * top_k))
 
 
-def document_balancing_loss(
-    probs_TE: Tensor, expert_ids_TK: Tensor, segment_ids_T: Tensor, num_segments: int
-) -> Tensor:
+def count_by_document(expert_ids_TK: Tensor, segment_ids_T: Tensor, num_segments: int, num_experts: int) -> Tensor:
+    """Count the pairs of each document and expert.
+
+    Args:
+        expert_ids_TK: int64 chosen experts.
+        segment_ids_T: Integer document of each token, in [0, num_segments).
+        num_segments: S (host integer).
+        num_experts: E.
+
+    Returns:
+        int64 [S, E].
+    """
+    ids_TK = segment_ids_T.to(torch.int64)[:, None] * num_experts + expert_ids_TK
+    return count_ids(ids_TK, num_segments * num_experts).view(num_segments, num_experts)
+
+
+def document_balancing_loss(probs_TE: Tensor, counts_SE: Tensor, segment_ids_T: Tensor, num_tokens: int) -> Tensor:
     """Balance inside each document: the mean over documents, weighted by their tokens, of E * sum_e f_e * P_e.
 
     The sequence-wise loss of DeepSeek-V3 (2024, section 2.1.2), K-normalised as :func:`load_balancing_loss`. The weight
@@ -50,33 +69,32 @@ def document_balancing_loss(
 
     Args:
         probs_TE: fp32 router probabilities; each row sums to 1.
-        expert_ids_TK: int64 chosen experts.
-        segment_ids_T: Integer document of each token, in [0, num_segments).
-        num_segments: S (host integer).
+        counts_SE: int64 pairs of each document and expert in the whole micro-batch, see :func:`count_by_document`.
+        segment_ids_T: Integer document of each token, in [0, S).
+        num_tokens: Tokens of the whole micro-batch (host integer).
 
     Returns:
-        fp32 scalar; 0 without tokens.
+        fp32 scalar: this rank's share; 0 without tokens.
     """
-    num_tokens, num_experts = probs_TE.shape
     if num_tokens == 0:
         return probs_TE.sum()
-    segment_ids_T = segment_ids_T.to(torch.int64)
-    counts = count_ids(segment_ids_T[:, None] * num_experts + expert_ids_TK, num_segments * num_experts)
-    counts_SE = counts.view(num_segments, num_experts).to(probs_TE.dtype)
+    counts_SE = counts_SE.to(probs_TE.dtype)
     share_SE = counts_SE / counts_SE.sum(1, keepdim=True)
-    return (probs_TE * share_SE.index_select(0, segment_ids_T)).sum() * (num_experts / num_tokens)
+    share_TE = share_SE.index_select(0, segment_ids_T.to(torch.int64))
+    return (probs_TE * share_TE).sum() * (probs_TE.shape[1] / num_tokens)
 
 
-def z_loss(logits_TE: Tensor) -> Tensor:
+def z_loss(logits_TE: Tensor, num_tokens: int) -> Tensor:
     """Mean square of the logits' log-sum-exp, which keeps them small (Zoph et al. 2022, "ST-MoE", eq. 5).
 
     Args:
         logits_TE: fp32 router logits.
+        num_tokens: Tokens of the whole micro-batch (host integer).
 
     Returns:
-        fp32 scalar; 0 without tokens.
+        fp32 scalar: this rank's share; 0 without tokens.
     """
-    return torch.logsumexp(logits_TE, dim=-1).square().sum() / max(1, logits_TE.shape[0])
+    return torch.logsumexp(logits_TE, dim=-1).square().sum() / max(1, num_tokens)
 
 
 def attach_losses(x_TD: Tensor, loss: Tensor, scale: float) -> Tensor:

@@ -1,7 +1,8 @@
 """Builds one MoE layer from configuration, with weights that depend on the seed and on global names only.
 
-Expert e of a layer starts from the same numbers on whichever rank it lives, and is named and shaped as a part of the
-whole stack, so neither the expert-parallel size nor a checkpoint's layout changes anything.
+Expert e of a layer starts from the same numbers on whichever ranks it lives, and is named and shaped as a part of the
+whole stack, so neither the number of ranks that share the experts, nor that of ranks that split each of them, nor a
+checkpoint's layout changes anything.
 
 Called by the model builder, once per MoE layer. It reads no environment and creates no process group.
 
@@ -12,39 +13,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
 from megatron_glue.backends.grouped_mm import GroupedMM
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ModelConfig, MoEConfig
-from megatron_glue.layers.initialisation import init_expert_normal_, init_normal_, residual_std
+from megatron_glue.layers.build import LayerBuild
+from megatron_glue.layers.initialisation import init_expert_normal_, residual_std
 from megatron_glue.layers.mlp import build_feed_forward
+from megatron_glue.moe.balance import RouterBalance
 from megatron_glue.moe.dispatcher import AllToAllDispatcher, LocalDispatcher
 from megatron_glue.moe.experts import GroupedExperts
 from megatron_glue.moe.layer import MoELayer, MoELayerConfig
 from megatron_glue.moe.router import Router, RouterConfig
 from megatron_glue.ops.grouping import GroupingImplementation
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import keep_full_precision
 from megatron_glue.parallel.shard_spec import EXPERT_AXIS, ShardSpec, set_shard_spec
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MoEPlacement:
     """Where a layer stands.
 
     Attributes:
         layer_index: Global index of the block, from 0.
         name: Global name of the layer's module, e.g. ``blocks.3.ffn``; parameters are named below it.
-        seed: The run's seed.
-        expert_group: Ranks that share the experts; ``None`` for one.
     """
 
     layer_index: int
     name: str
-    seed: int
-    expert_group: ProcessGroup | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +69,7 @@ def build_moe_layer(
     moe: MoEConfig,
     placement: MoEPlacement,
     execution: MoEExecution,
+    build: LayerBuild,
 ) -> MoELayer:
     """Build and initialise one layer.
 
@@ -77,6 +78,8 @@ def build_moe_layer(
         moe: Experts and router.
         placement: Where it stands.
         execution: How it computes.
+        build: Seed and ranks. Dispatch works over ``ep_etp_group``, the statistics of a micro-batch over
+            ``tp_cp_group``.
 
     Returns:
         The layer, with its shared expert if one is configured, in fp32 on the CPU.
@@ -84,19 +87,9 @@ def build_moe_layer(
     Raises:
         ConfigError: If the ranks cannot share the experts evenly, or if biases are asked for.
     """
-    group = placement.expert_group
-    num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    if moe.num_experts % num_ranks:
-        raise ConfigError(
-            flag_of("expert_model_parallel_size"),
-            num_ranks,
-            f"does not divide --num-experts {moe.num_experts}",
-            "use a divisor of the number of experts",
-        )
-    if model.add_bias_linear:
-        raise ConfigError(
-            flag_of("add_bias_linear"), "on", "routed experts have no biases", "give --disable-bias-linear"
-        )
+    mesh = build.mesh
+    ffn_size = moe.moe_ffn_hidden_size or model.ffn_width
+    _check(model, moe, mesh, ffn_size)
     router = Router(
         model.hidden_size,
         RouterConfig(
@@ -109,48 +102,93 @@ def build_moe_layer(
         ),
     )
     experts = GroupedExperts(
-        moe.num_experts // num_ranks,
+        moe.num_experts // mesh.ep_size,
         model.hidden_size,
-        moe.moe_ffn_hidden_size or model.ffn_width,
+        ffn_size // mesh.etp_size,
         gated=model.swiglu,
         grouped_mm=execution.grouped_mm,
     )
-    _initialise(router, experts, model, placement, rank)
+    _initialise(router, experts, model, placement, build)
     shared_size = moe.moe_shared_expert_intermediate_size
     shared_expert = (
-        build_feed_forward(model, f"{placement.name}.shared_expert", placement.seed, ffn_size=shared_size)
+        build_feed_forward(model, f"{placement.name}.shared_expert", build, ffn_size=shared_size)
         if shared_size
         else None
     )
+    group = mesh.ep_etp_group
     return MoELayer(
         router,
         experts,
-        LocalDispatcher() if group is None else AllToAllDispatcher(group, execution.host_reader),
+        LocalDispatcher() if group is None else AllToAllDispatcher(group, execution.host_reader, mesh.etp_size),
         shared_expert,
-        MoELayerConfig(
+        RouterBalance(
             layer_index=placement.layer_index,
-            one_pass=execution.one_pass,
-            grouping_implementation=execution.grouping_implementation,
             aux_loss_coeff=moe.moe_aux_loss_coeff,
             z_loss_coeff=moe.moe_z_loss_coeff,
-            balance_documents=moe.moe_aux_loss_scope == "sequence",
+            by_document=moe.moe_aux_loss_scope == "sequence",
+            group=mesh.tp_cp_group,
         ),
-        execution.host_reader,
+        MoELayerConfig(
+            layer_index=placement.layer_index,
+            host_reader=execution.host_reader,
+            one_pass=execution.one_pass,
+            grouping_implementation=execution.grouping_implementation,
+            overlap_shared_expert=moe.moe_shared_expert_overlap,
+        ),
     )
 
 
+def _check(model: ModelConfig, moe: MoEConfig, mesh: ParallelMesh, ffn_size: int) -> None:
+    """Refuse what no layer can be built from."""
+    if moe.num_experts % mesh.ep_size:
+        raise ConfigError(
+            flag_of("expert_model_parallel_size"),
+            mesh.ep_size,
+            f"does not divide --num-experts {moe.num_experts}",
+            "use a divisor of the number of experts",
+        )
+    if ffn_size % mesh.etp_size:
+        raise ConfigError(
+            flag_of("expert_tensor_parallel_size"),
+            mesh.etp_size,
+            f"does not divide the width of one expert, {ffn_size}",
+            f"use a divisor of {flag_of('moe_ffn_hidden_size')}",
+        )
+    if model.add_bias_linear:
+        raise ConfigError(
+            flag_of("add_bias_linear"), "on", "routed experts have no biases", "give --disable-bias-linear"
+        )
+
+
 def _initialise(
-    router: Router, experts: GroupedExperts, model: ModelConfig, placement: MoEPlacement, rank: int
+    router: Router, experts: GroupedExperts, model: ModelConfig, placement: MoEPlacement, build: LayerBuild
 ) -> None:
     """Fill weights and attach their specs; the projection into the residual stream starts smaller (GPT-2)."""
-    router_name = f"{placement.name}.router.weight"
-    init_normal_(router.weight, model.init_method_std, placement.seed, router_name)
-    set_shard_spec(router.weight, ShardSpec(router_name, tuple(router.weight.shape)))
+    mesh, router_name = build.mesh, f"{placement.name}.router.weight"
+    # Under sequence parallelism each rank routes its own rows: its gradient is one part of a sum.
+    build.place(router.weight, router_name, partial_axes=build.stream_axes, std=model.init_method_std)
     keep_full_precision(router.weight)
     output_std = residual_std(model.init_method_std, model.num_layers)
     for local_name, param in experts.named_parameters():
-        name = f"{placement.name}.experts.{local_name}"
+        spec = expert_spec(f"{placement.name}.experts.{local_name}", param, mesh)
         std = output_std if local_name == "down_weight" else model.init_method_std
-        init_expert_normal_(param, std, placement.seed, name, rank * experts.num_local_experts)
-        global_shape = (router.config.num_experts, *param.shape[1:])
-        set_shard_spec(param, ShardSpec(name, global_shape, ((EXPERT_AXIS, 0),)))
+        init_expert_normal_(param, std, build.seed, spec, spec.local_slices(mesh.axis_sizes, mesh.axis_ranks))
+        set_shard_spec(param, spec)
+
+
+def expert_spec(name: str, param: Tensor, mesh: ParallelMesh) -> ShardSpec:
+    """Describe a stack of expert weights.
+
+    Args:
+        name: Global name of the parameter, which ends as :class:`GroupedExperts` names it.
+        param: This rank's part: gate and up [e, parts, F, D] or down [e, D, F], the width F split over etp.
+        mesh: The ranks.
+
+    Returns:
+        Experts split over ep, widths over etp.
+    """
+    width_dim = 2
+    shape = list(param.shape)
+    shape[0] *= mesh.ep_size
+    shape[width_dim] *= mesh.etp_size
+    return ShardSpec(name, tuple(shape), ((EXPERT_AXIS, 0), ("etp", width_dim)))

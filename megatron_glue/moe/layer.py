@@ -1,11 +1,12 @@
 """One mixture-of-experts feed-forward layer: route, group once, dispatch, compute, combine.
 
 Takes the place of a block's feed-forward: ``layer(x_TD, context) -> x_TD``. Only the valid tokens of the micro-batch
-are routed, counted and computed; padding comes out as zeros.
+are routed, counted and computed; padding comes out as zeros. Under sequence parallelism the layer sees only this rank's
+rows; which of them are tokens follows on the host from the layout, and a rank without any joins every collective.
 
-The decision (chosen experts, grouping, splits) is made once per micro-batch. The recompute of a checkpointed block
-finds it in ``context.decisions``: the same experts, no second grouping, no second exchange of counts, no second log
-entry.
+The decision (chosen experts, grouping, splits, counts of the whole micro-batch) is made once per micro-batch. The
+recompute of a checkpointed block finds it in ``context.decisions``: the same experts, no second grouping, no second
+exchange of counts, no second log entry.
 
 Shape suffixes: T tokens, D model, K top-k, R received rows, E experts, e local experts.
 """
@@ -17,34 +18,32 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_glue.moe.aux_loss import attach_losses, document_balancing_loss, load_balancing_loss, z_loss
-from megatron_glue.moe.dispatcher import Dispatcher
+from megatron_glue.moe.balance import OwnRows, RouterBalance
+from megatron_glue.moe.dispatcher import Dispatcher, StartedDispatch
 from megatron_glue.moe.experts import GroupedExperts
 from megatron_glue.moe.router import Router, Routing
 from megatron_glue.ops.grouping import GroupingImplementation, count_ids, group_tokens
 from megatron_glue.ops.host_reader import HostReader
-from megatron_glue.types import DispatchMetadata, ForwardContext, RouterRecord, RoutingDecision
+from megatron_glue.types import DispatchMetadata, ForwardContext, RoutingDecision, TokenGroups
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MoELayerConfig:
     """What the layer needs beside its parts.
 
     Attributes:
         layer_index: Global index of the layer.
+        host_reader: Counts every read of a device value; the one-pass way on one rank makes none.
         one_pass: Group all pairs in one pass and compute experts by grouped products; else loop over experts.
         grouping_implementation: Of the one pass.
-        aux_loss_coeff: Weight of the balancing loss.
-        z_loss_coeff: Weight of the z-loss.
-        balance_documents: Balance inside each document instead of over the micro-batch.
+        overlap_shared_expert: Compute the shared expert while rows travel to the routed ones.
     """
 
     layer_index: int
+    host_reader: HostReader
     one_pass: bool = True
     grouping_implementation: GroupingImplementation = "auto"
-    aux_loss_coeff: float = 0.0
-    z_loss_coeff: float = 0.0
-    balance_documents: bool = False
+    overlap_shared_expert: bool = False
 
 
 class MoELayer(nn.Module):
@@ -54,9 +53,10 @@ class MoELayer(nn.Module):
         router: Chooses experts.
         experts: This rank's experts.
         dispatcher: Brings rows to experts and back.
-        shared_expert: Called ``shared_expert(x_TD, context)`` on every valid token and added; ``None`` for none.
+        shared_expert: Called ``shared_expert(x_TD, context)`` and added; ``None`` for none. Under sequence parallelism
+            it gets this rank's rows with their padding, as it exchanges rows itself; else the valid tokens.
+        balance: Keeps the router balanced.
         config: See :class:`MoELayerConfig`.
-        host_reader: Counts every read of a device value; the one-pass way on one rank makes none.
     """
 
     def __init__(
@@ -65,46 +65,53 @@ class MoELayer(nn.Module):
         experts: GroupedExperts,
         dispatcher: Dispatcher,
         shared_expert: nn.Module | None,
+        balance: RouterBalance,
         config: MoELayerConfig,
-        host_reader: HostReader,
     ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
         self.dispatcher = dispatcher
         self.shared_expert = shared_expert
+        self.balance = balance
         self.config = config
-        self._host_reader = host_reader
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         """Run the layer on one micro-batch.
 
         Args:
-            x_TD: [T, D] all tokens, padding at the tail.
+            x_TD: [T, D] this rank's rows of the residual stream, padding at the tail.
             context: The micro-batch.
 
         Returns:
             [T, D]; zeros on padding.
 
         Raises:
-            ValueError: If the rows are not those of ``context.sequence``.
+            ValueError: If the rows are not those of the context.
         """
-        sequence = context.sequence
-        if x_TD.shape[0] != sequence.num_tokens:
-            raise ValueError(f"x_TD has {x_TD.shape[0]} rows; the layout describes {sequence.num_tokens}")
-        if sequence.num_pad_tokens:
-            x_TD = x_TD[: sequence.num_valid_tokens]
+        rows = OwnRows.of(context, x_TD.shape[0])
+        num_pad = rows.num_rows - rows.num_valid
+        valid_TD = x_TD[: rows.num_valid] if num_pad else x_TD
         saved = self._saved_decision(context)
-        routing = self.router(x_TD, None if saved is None else saved.expert_ids_TK)
-        # Before dispatch, so that a GPU has work while the host waits for the splits.
-        shared_TD = None if self.shared_expert is None else self.shared_expert(x_TD, context)
-        out_TD, dispatch = self._run_experts(x_TD, routing, None if saved is None else saved.dispatch)
+        routing = self.router(valid_TD, None if saved is None else saved.expert_ids_TK)
+        is_overlapped = self.config.overlap_shared_expert and not self.dispatcher.is_local
+        # Before the dispatch, so that a GPU has work while the host waits for the splits.
+        shared_TD = None if is_overlapped else self._run_shared(x_TD, valid_TD, context)
+        groups, started = self._start_experts(valid_TD, routing, saved)
+        counts_E = groups.counts_E if groups else count_ids(routing.expert_ids_TK, self.router.config.num_experts)
+        counting = None if saved else self.balance.start_counts(routing, counts_E, rows, context)
+        if is_overlapped:
+            shared_TD = self._run_shared(x_TD, valid_TD, context)
+        out_TD = self._finish_experts(valid_TD, routing, started)
         if shared_TD is not None:
             out_TD = out_TD + shared_TD
-        out_TD = self._balance_and_log(out_TD, routing, dispatch, context)
+        balance_counts = saved.balance_counts if saved else counting.wait() if counting else None
+        out_TD = self.balance.finish(out_TD, routing, counts_E, balance_counts, rows, context)
         if saved is None and context.decisions is not None:
-            context.decisions.put(self._decision_key, RoutingDecision(routing.expert_ids_TK, dispatch))
-        return F.pad(out_TD, (0, 0, 0, sequence.num_pad_tokens)) if sequence.num_pad_tokens else out_TD
+            dispatch = None if started is None else started.metadata
+            decision = RoutingDecision(routing.expert_ids_TK, dispatch, balance_counts)
+            context.decisions.put(self._decision_key, decision)
+        return F.pad(out_TD, (0, 0, 0, num_pad)) if num_pad else out_TD
 
     @property
     def _decision_key(self) -> str:
@@ -117,14 +124,23 @@ class MoELayer(nn.Module):
         assert isinstance(saved, RoutingDecision), "a recompute follows a forward that saved its decision"
         return saved
 
-    def _run_experts(
-        self, x_TD: Tensor, routing: Routing, reuse: DispatchMetadata | None
-    ) -> tuple[Tensor, DispatchMetadata | None]:
-        """Bring tokens through the experts; the metadata is ``None`` where no plan was made (loop, one rank)."""
-        if not self.config.one_pass and self.dispatcher.num_ranks == 1:
-            return self.experts.forward_by_mask(
-                x_TD, routing.expert_ids_TK, routing.weights_TK, self._host_reader
-            ), None
+    def _run_shared(self, x_TD: Tensor, valid_TD: Tensor, context: ForwardContext) -> Tensor | None:
+        """The shared expert's output for the valid tokens."""
+        if self.shared_expert is None:
+            return None
+        if context.residual_rows is None:
+            return self.shared_expert(valid_TD, context)
+        # Every rank must bring as many rows as the others.
+        out_TD = self.shared_expert(x_TD, context)
+        return out_TD[: valid_TD.shape[0]] if valid_TD is not x_TD else out_TD
+
+    def _start_experts(
+        self, x_TD: Tensor, routing: Routing, saved: RoutingDecision | None
+    ) -> tuple[TokenGroups | None, StartedDispatch | None]:
+        """Send tokens to their experts; nothing is grouped or sent by the loop over masks on one rank."""
+        if not self.config.one_pass and self.dispatcher.is_local:
+            return None, None
+        reuse: DispatchMetadata | None = saved.dispatch if saved else None
         groups = (
             reuse.groups
             if reuse
@@ -134,33 +150,19 @@ class MoELayer(nn.Module):
                 num_ranks=self.dispatcher.num_ranks,
                 method="one-pass" if self.config.one_pass else "loop",
                 implementation=self.config.grouping_implementation,
-                host_reader=self._host_reader,
+                host_reader=self.config.host_reader,
             )
         )
-        x_RD, counts_e, dispatch = self.dispatcher.dispatch(x_TD, groups, reuse)
+        return groups, self.dispatcher.start_dispatch(x_TD, groups, reuse)
+
+    def _finish_experts(self, x_TD: Tensor, routing: Routing, started: StartedDispatch | None) -> Tensor:
+        """Compute what arrives and bring it back; without an exchange, loop over masks."""
+        host_reader = self.config.host_reader
+        if started is None:
+            return self.experts.forward_by_mask(x_TD, routing.expert_ids_TK, routing.weights_TK, host_reader)
+        x_RD, counts_e = self.dispatcher.finish_dispatch(started), started.metadata.counts_e
         if self.config.one_pass:
             y_RD = self.experts(x_RD, counts_e)
         else:
-            y_RD = self.experts.forward_by_slice(x_RD, counts_e, self._host_reader)
-        return self.dispatcher.combine(y_RD, dispatch, routing.weights_TK), dispatch
-
-    def _balance_and_log(
-        self, out_TD: Tensor, routing: Routing, dispatch: DispatchMetadata | None, context: ForwardContext
-    ) -> Tensor:
-        """Attach this layer's losses to its output and, in forward, report its statistics."""
-        config, ids_TK = self.config, routing.expert_ids_TK
-        counts_E = dispatch.groups.counts_E if dispatch else count_ids(ids_TK, self.router.config.num_experts)
-        if config.balance_documents:
-            segment_ids_T = context.sequence.segment_ids_T[: ids_TK.shape[0]]
-            aux = document_balancing_loss(routing.probs_TE, ids_TK, segment_ids_T, context.sequence.num_segments)
-        else:
-            aux = load_balancing_loss(routing.probs_TE, counts_E, ids_TK.shape[1])
-        z = z_loss(routing.logits_TE)
-        if context.router_log is not None and not context.is_recompute:
-            dropped = ids_TK.numel() - counts_E.sum()
-            record = RouterRecord(config.layer_index, counts_E, aux.detach(), z.detach(), dropped)
-            context.router_log.append(record)
-        if config.aux_loss_coeff == 0.0 and config.z_loss_coeff == 0.0:
-            return out_TD
-        loss = config.aux_loss_coeff * aux + config.z_loss_coeff * z
-        return attach_losses(out_TD, loss, context.aux_loss_scale)
+            y_RD = self.experts.forward_by_slice(x_RD, counts_e, host_reader)
+        return self.dispatcher.combine(y_RD, started.metadata, routing.weights_TK)

@@ -8,15 +8,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron_glue.backends.grouped_mm import grouped_mm_torch
 from megatron_glue.layers.initialisation import init_expert_normal_, init_normal_
+from megatron_glue.moe.balance import RouterBalance
+from megatron_glue.moe.build import expert_spec
 from megatron_glue.moe.dispatcher import AllToAllDispatcher, LocalDispatcher
 from megatron_glue.moe.experts import GroupedExperts
 from megatron_glue.moe.layer import MoELayer, MoELayerConfig
 from megatron_glue.moe.router import Router, RouterConfig
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.mesh import ParallelMesh
+from megatron_glue.parallel.shard_spec import set_shard_spec
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,15 @@ class MoECase:
     z_loss_coeff: float = 0.0
     balance_documents: bool = False
     layer_index: int = 0
+    overlap_shared_expert: bool = False
 
     def with_(self, **changes: Any) -> MoECase:
         """A copy with some fields changed."""
         return replace(self, **changes)
 
-    def build(self, group: ProcessGroup | None = None, shared_expert: nn.Module | None = None) -> MoELayer:
+    def build(self, mesh: ParallelMesh | None = None, shared_expert: nn.Module | None = None) -> MoELayer:
         """Build the layer; weights depend on global expert ids only."""
+        mesh = mesh or ParallelMesh()
         reader = HostReader()
         router = Router(
             self.hidden_size,
@@ -56,23 +61,34 @@ class MoECase:
                 self.has_expert_bias,
             ),
         )
-        num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-        num_local = self.num_experts // num_ranks
         experts = GroupedExperts(
-            num_local, self.hidden_size, self.ffn_size, gated=self.gated, grouped_mm=grouped_mm_torch
+            self.num_experts // mesh.ep_size,
+            self.hidden_size,
+            self.ffn_size // mesh.etp_size,
+            gated=self.gated,
+            grouped_mm=grouped_mm_torch,
         )
         init_normal_(router.weight, 0.5, 7, "router.weight")
         for name, param in experts.named_parameters():
-            init_expert_normal_(param, 0.3, 7, name, rank * num_local)
-        dispatcher = LocalDispatcher() if group is None else AllToAllDispatcher(group, reader)
-        config = MoELayerConfig(
-            layer_index=self.layer_index,
-            one_pass=self.one_pass,
-            aux_loss_coeff=self.aux_loss_coeff,
-            z_loss_coeff=self.z_loss_coeff,
-            balance_documents=self.balance_documents,
+            spec = expert_spec(name, param, mesh)
+            init_expert_normal_(param, 0.3, 7, spec, spec.local_slices(mesh.axis_sizes, mesh.axis_ranks))
+            set_shard_spec(param, spec)
+        group = mesh.ep_etp_group
+        return MoELayer(
+            router,
+            experts,
+            LocalDispatcher() if group is None else AllToAllDispatcher(group, reader, mesh.etp_size),
+            shared_expert,
+            RouterBalance(
+                self.layer_index, self.aux_loss_coeff, self.z_loss_coeff, self.balance_documents, mesh.tp_cp_group
+            ),
+            MoELayerConfig(
+                self.layer_index,
+                reader,
+                one_pass=self.one_pass,
+                overlap_shared_expert=self.overlap_shared_expert,
+            ),
         )
-        return MoELayer(router, experts, dispatcher, shared_expert, config, reader)
 
 
 def dense_experts(layer: MoELayer, x_TD: Tensor) -> Tensor:

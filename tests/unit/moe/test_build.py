@@ -1,5 +1,9 @@
+import itertools
+from typing import cast
+
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_glue.backends.grouped_mm import grouped_mm_torch
 from megatron_glue.config.errors import ConfigError
@@ -7,9 +11,11 @@ from megatron_glue.config.sections import ModelConfig, MoEConfig
 from megatron_glue.moe.build import MoEExecution, MoEPlacement, build_moe_layer
 from megatron_glue.moe.layer import MoELayer
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import keeps_full_precision
 from megatron_glue.parallel.shard_spec import ShardSpec, get_shard_spec, is_expert_parameter
 from megatron_glue.types import ForwardContext, PackedSequence, RouterRecord
+from tests.support.layer_cases import layer_build
 from tests.support.moe_cases import random_rows
 
 MODEL = ModelConfig(num_layers=2, hidden_size=16)
@@ -19,41 +25,59 @@ MOE = MoEConfig(num_experts=6, moe_router_topk=3, moe_ffn_hidden_size=8)
 class FakeGroup:
     """Only what the builder asks of a process group."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
+    def __init__(self, size: int) -> None:
+        self._size = size
 
     def size(self) -> int:
         return self._size
 
 
-def build(model: ModelConfig = MODEL, moe: MoEConfig = MOE, name: str = "blocks.1.ffn", group=None) -> MoELayer:
-    placement = MoEPlacement(layer_index=1, name=name, seed=5, expert_group=group)
-    return build_moe_layer(model, moe, placement, MoEExecution(grouped_mm_torch, HostReader()))
+def expert_mesh(ep: tuple[int, int] = (0, 1), etp: tuple[int, int] = (0, 1), tp_size: int = 1) -> ParallelMesh:
+    """A mesh of a rank that nobody talks to; places are (rank, size)."""
+    group = cast(ProcessGroup, FakeGroup(ep[1] * etp[1]))
+    return ParallelMesh(
+        world_size=ep[1] * etp[1],
+        sizes={"ep": ep[1], "etp": etp[1], "tp": tp_size},
+        ranks={"ep": ep[0], "etp": etp[0]},
+        groups={"ep_etp": group} if ep[1] * etp[1] > 1 else {},
+        sequence_parallel=tp_size > 1,
+    )
 
 
-@pytest.fixture
-def _group_of_two(monkeypatch):
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: group.size())
+def build(
+    model: ModelConfig = MODEL, moe: MoEConfig = MOE, name: str = "blocks.1.ffn", mesh: ParallelMesh | None = None
+) -> MoELayer:
+    execution = MoEExecution(grouped_mm_torch, HostReader())
+    return build_moe_layer(model, moe, MoEPlacement(1, name), execution, layer_build(model, seed=5, mesh=mesh))
 
 
-@pytest.mark.usefixtures("_group_of_two")
-def test_weights_and_specs_do_not_depend_on_the_expert_parallel_layout():
+@pytest.mark.parametrize(("ep_size", "etp_size"), [(2, 1), (3, 1), (1, 2), (2, 4)])
+def test_weights_and_specs_do_not_depend_on_the_layout_of_experts(ep_size, etp_size):
     whole = build()
-    for rank in (0, 1):
-        part = build(group=FakeGroup(rank, 2))
+    for ep_rank, etp_rank in itertools.product(range(ep_size), range(etp_size)):
+        part = build(mesh=expert_mesh((ep_rank, ep_size), (etp_rank, etp_size)))
         assert torch.equal(part.router.weight, whole.router.weight)
+        experts = slice(ep_rank * 6 // ep_size, (ep_rank + 1) * 6 // ep_size)
+        width = slice(etp_rank * 8 // etp_size, (etp_rank + 1) * 8 // etp_size)
         for (name, param), full in zip(part.experts.named_parameters(), whole.experts.parameters(), strict=True):
-            assert torch.equal(param, full[3 * rank : 3 * rank + 3]), name
+            assert torch.equal(param, full[experts][:, :, width]), name
             assert get_shard_spec(param) == get_shard_spec(full)
             assert is_expert_parameter(param)
             assert is_expert_parameter(full)
-    spec = get_shard_spec(whole.experts.gate_up_weight)
-    assert spec == ShardSpec("blocks.1.ffn.experts.gate_up_weight", (6, 2, 8, 16), (("ep", 0),))
-    assert get_shard_spec(whole.router.weight) == ShardSpec("blocks.1.ffn.router.weight", (6, 16))
-    assert keeps_full_precision(whole.router.weight)
+        assert part.dispatcher.num_ranks == ep_size
+        assert not part.dispatcher.is_local
+    names = "blocks.1.ffn.experts.gate_up_weight", "blocks.1.ffn.experts.down_weight"
+    shapes = (6, 2, 8, 16), (6, 16, 8)
+    for param, name, shape in zip(whole.experts.parameters(), names, shapes, strict=True):
+        assert get_shard_spec(param) == ShardSpec(name, shape, (("ep", 0), ("etp", 2)))
+
+
+def test_f75_the_router_of_a_rank_with_some_of_the_rows_has_a_partial_gradient():
+    name = "blocks.1.ffn.router.weight"
+    assert get_shard_spec(build().router.weight) == ShardSpec(name, (6, 16))
+    split = build(mesh=expert_mesh(tp_size=2)).router.weight
+    assert get_shard_spec(split) == ShardSpec(name, (6, 16), partial_axes=("tp",))
+    assert keeps_full_precision(split)
 
 
 def test_experts_and_layers_start_from_different_numbers_of_the_right_spread():
@@ -75,13 +99,15 @@ def test_every_field_of_the_configuration_arrives():
         moe_z_loss_coeff=0.4,
         moe_aux_loss_scope="sequence",
         moe_router_enable_expert_bias=True,
+        moe_shared_expert_overlap=True,
     )
     layer = build(ModelConfig(hidden_size=16, swiglu=False), moe)
     config = layer.router.config
     assert (config.num_experts, config.top_k, config.score_function) == (4, 1, "sigmoid")
     assert (config.normalise_weights, config.weight_scale, config.has_expert_bias) == (False, 2.5, True)
-    assert (layer.config.aux_loss_coeff, layer.config.z_loss_coeff, layer.config.balance_documents) == (0.3, 0.4, True)
-    assert layer.config.layer_index == 1
+    assert (layer.balance.aux_loss_coeff, layer.balance.z_loss_coeff, layer.balance.by_document) == (0.3, 0.4, True)
+    assert layer.config.layer_index == layer.balance.layer_index == 1
+    assert layer.config.overlap_shared_expert
     assert layer.experts.gate_up_weight.shape == (4, 1, 64, 16)
     assert layer.experts.down_weight.shape == (4, 16, 64)
 
@@ -112,6 +138,8 @@ def test_the_shared_expert_is_built_with_its_own_width():
 
 def test_what_cannot_be_built_is_refused():
     with pytest.raises(ConfigError, match="--expert-model-parallel-size=4"):
-        build(group=FakeGroup(0, 4))
+        build(mesh=expert_mesh((0, 4)))
+    with pytest.raises(ConfigError, match="--expert-tensor-parallel-size=3"):
+        build(mesh=expert_mesh(etp=(0, 3)))
     with pytest.raises(ConfigError, match="--add-bias-linear=on"):
         build(ModelConfig(hidden_size=16, add_bias_linear=True))

@@ -1,9 +1,14 @@
+from typing import cast
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import ProcessGroup
 
-from megatron_glue.moe.dispatcher import LocalDispatcher, regrouping
+from megatron_glue.moe.dispatcher import AllToAllDispatcher, LocalDispatcher, regrouping
 from megatron_glue.ops.grouping import group_tokens
+from megatron_glue.ops.host_reader import HostReader
 from tests.support.moe_cases import random_rows
 from tests.support.operator_watch import OperatorWatch
 from tests.support.tolerances import assert_close
@@ -48,8 +53,9 @@ def test_local_dispatch_and_combine_are_a_weighted_identity():
     ids = torch.tensor([[0, 2], [1, 2], [2, 0], [0, 1], [2, 1], [0, 2], [1, 0]])
     weights = torch.rand(7, 2)
     dispatcher = LocalDispatcher()
-    rows, counts, metadata = dispatcher.dispatch(x, group_tokens(ids, 3))
-    assert counts.tolist() == [5, 4, 5]
+    started = dispatcher.start_dispatch(x, group_tokens(ids, 3))
+    rows, metadata = dispatcher.finish_dispatch(started), started.metadata
+    assert metadata.counts_e.tolist() == [5, 4, 5]
     assert torch.equal(rows[:5], x[[0, 2, 3, 5, 6]])
     out = dispatcher.combine(rows, metadata, weights)
     assert_close(out, x * weights.sum(1, keepdim=True))
@@ -59,6 +65,14 @@ def test_reused_metadata_is_returned_as_it_is():
     x = random_rows(3, 4)
     groups = group_tokens(torch.tensor([[0], [1], [0]]), 2)
     dispatcher = LocalDispatcher()
-    _, _, metadata = dispatcher.dispatch(x, groups)
-    _, _, again = dispatcher.dispatch(x, groups, metadata)
-    assert again is metadata
+    metadata = dispatcher.start_dispatch(x, groups).metadata
+    assert dispatcher.start_dispatch(x, groups, metadata).metadata is metadata
+
+
+def test_replicas_that_do_not_divide_the_group_are_refused():
+    class FakeGroup:
+        def size(self) -> int:
+            return 4
+
+    with pytest.raises(ValueError, match="num_replicas=3"):
+        AllToAllDispatcher(cast(ProcessGroup, FakeGroup()), HostReader(), 3)

@@ -75,7 +75,9 @@ def test_mask_loop_equals_grouping_with_gradients():
     reader = HostReader()
     by_mask = layer.experts.forward_by_mask(x, ids, weights, reader)
     assert reader.count == 5
-    rows, counts, metadata = layer.dispatcher.dispatch(x, group_tokens(ids, 5))
+    started = layer.dispatcher.start_dispatch(x, group_tokens(ids, 5))
+    rows, metadata = layer.dispatcher.finish_dispatch(started), started.metadata
+    counts = metadata.counts_e
     by_group = layer.dispatcher.combine(layer.experts(rows, counts), metadata, weights)
     probe = random_rows(9, 8, seed=3).detach()
     targets = (x, weights, *layer.experts.parameters())

@@ -103,7 +103,7 @@ def test_f50_recompute_logs_nothing_and_decides_nothing(one_pass):
     assert len(log) == 1
     again = replace(context, is_recompute=True)
     plain = grads_of(layer, x, context_of(20))
-    reads = layer._host_reader.count
+    reads = layer.config.host_reader.count
     assert layer.router.expert_bias_E is not None
     layer.router.expert_bias_E[3] = 100.0
     with OperatorWatch() as watch:
@@ -113,7 +113,7 @@ def test_f50_recompute_logs_nothing_and_decides_nothing(one_pass):
     assert_same(recomputed, plain)
     assert not [name for name in watch.calls if "sort" in name or "topk" in name]
     if one_pass:
-        assert layer._host_reader.count == reads == 0
+        assert layer.config.host_reader.count == reads == 0
 
 
 @pytest.mark.parametrize("one_pass", [True, False])
@@ -149,13 +149,13 @@ def test_f80_one_pass_makes_no_host_read_in_forward_and_backward():
         layer(x, context_of(12, 5, pad=3, router_log=[])).square().sum().backward()
     assert len(watch.calls) > 50
     assert watch.synchronising == []
-    assert layer._host_reader.count == 0
+    assert layer.config.host_reader.count == 0
 
 
 def test_loop_counts_one_read_per_expert():
     layer = MoECase(num_experts=6, one_pass=False).build()
     layer(random_rows(5, 8), context_of(5))
-    assert layer._host_reader.count == 6
+    assert layer.config.host_reader.count == 6
 
 
 @pytest.mark.parametrize("one_pass", [True, False])
