@@ -31,10 +31,12 @@ from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import CheckpointStore
 from megatron_glue.training.checkpoint_files import CheckpointError
+from megatron_glue.training.checkpoint_source import Source, Start, find_source, load_source
 from megatron_glue.training.closing import collect_summary, sample
 from megatron_glue.training.generation import printable
 from megatron_glue.training.loop import Run, train
 from megatron_glue.training.monitor import Monitor
+from megatron_glue.training.saving import RunSaver
 from megatron_glue.training.session import Session, build_session
 from megatron_glue.training.summary import check_writable_file, print_summary, write_json
 
@@ -94,23 +96,53 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment) -> int:
         store = CheckpointStore(folder, config.training.keep_last, mesh)
         store.prepare()
         together(lambda: _check_summary_path(config, mesh), mesh.world_group)
-        latest = store.find_latest()
+        source = find_source(store, config.training.load)
+        saver = _build_saver(config, store, device)
         session = _build_or_clean_up(config, mesh, device, folder)
         session.provenance = resolved.provenance
         try:
-            if latest is not None:
-                session.adopt(store.load(latest, session.training_state()))
-                if session.iteration >= config.training.train_iters and _is_all_done(session, latest):
-                    return 0
-            monitor = _open(session, latest, resolved, warnings)
+            start = _resume(session, store, source)
+            if _has_ended(session, source) and start is not None and _is_all_done(session, start.path):
+                return 0
+            monitor = _open(session, start, resolved, warnings)
+            saver.say = monitor.say
             try:
-                heldout_loss = train(Run(session, store, monitor))
+                heldout_loss = train(Run(session, saver, monitor))
             finally:
                 monitor.close()
-            _close(session, store, heldout_loss)
-            return 0
+            _close(session, saver, heldout_loss)
+            return _report_last_save(saver, environment)
         finally:
+            saver.close()
             session.close()
+
+
+def _build_saver(config: RunConfig, store: CheckpointStore, device: torch.device) -> RunSaver:
+    if not config.training.async_save:
+        return RunSaver(store)
+    return RunSaver.in_background(store, device, timedelta(minutes=config.parallel.distributed_timeout_minutes))
+
+
+def _resume(session: Session, store: CheckpointStore, source: Source | None) -> Start | None:
+    """Load the checkpoint to start from, if there is one."""
+    if source is None:
+        return None
+    may_fall_back = session.config.training.load_fallback
+    start = load_source(store, source, session.training_state(), may_fall_back=may_fall_back)
+    session.adopt(start.loaded)
+    return start
+
+
+def _has_ended(session: Session, source: Source | None) -> bool:
+    """Whether this run, not one that it started from, has made all its iterations."""
+    return source is not None and source.is_own and session.iteration >= session.config.training.train_iters
+
+
+def _report_last_save(saver: RunSaver, environment: RankEnvironment) -> int:
+    """The exit code of a run that has come to its end: what its last save could not write is lost."""
+    if saver.error is None:
+        return 0
+    return _report(f"the last checkpoint of the run is missing: {saver.error}", EXIT_FAILED, environment)
 
 
 def _run_folder(config: RunConfig, mesh: ParallelMesh) -> Path:
@@ -133,7 +165,7 @@ def _offload_dir(config: RunConfig, folder: Path) -> Path:
     return Path(config.activation.activation_offload_dir or folder / "activations")
 
 
-def _open(session: Session, latest: Path | None, resolved: ResolvedConfig, warnings: list[str]) -> Monitor:
+def _open(session: Session, start: Start | None, resolved: ResolvedConfig, warnings: list[str]) -> Monitor:
     """Start the monitor and say what was decided, before the first step."""
     config = session.config
     monitor = Monitor(
@@ -145,8 +177,10 @@ def _open(session: Session, latest: Path | None, resolved: ResolvedConfig, warni
     for warning in warnings:
         monitor.say(f"warning: {warning}")
     monitor.say(_opening(session, resolved))
-    if latest is not None:
-        monitor.say(f"resuming from {latest} at iteration {session.iteration}")
+    if start is not None:
+        monitor.say(f"resuming from {start.path} at iteration {session.iteration}")
+        for note in start.notes:
+            monitor.say(note)
     return monitor
 
 
@@ -197,18 +231,17 @@ def _is_all_done(session: Session, latest: Path) -> bool:
     return max_over_ranks(is_whole, session.mesh.world_group) == 1
 
 
-def _close(session: Session, store: CheckpointStore, heldout_loss: float) -> None:
+def _close(session: Session, saver: RunSaver, heldout_loss: float) -> None:
     """Sample and summarise; collective, rank 0 shows."""
     logging_config = session.config.logging
     continuation = sample(session)
-    latest = store.find_latest()
-    summary = collect_summary(session, heldout_loss, None if latest is None else str(latest))
+    summary = collect_summary(session, heldout_loss, saver)
     if session.mesh.rank != 0:
         return
     if continuation:
         shown = printable(logging_config.sample_prompt + continuation)
         print(f"\nsample continuation:\n{shown}\n")
     print_summary(summary)
-    write_json(store.root / SUMMARY_NAME, summary)
+    write_json(saver.store.root / SUMMARY_NAME, summary)
     if logging_config.summary_path is not None:
         write_json(logging_config.summary_path, summary)

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``step_00000010``. While it is being written it is called ``step_00000010.incomplete``; one
 rename publishes it, and only then does the file ``latest`` name it. A process killed at any moment therefore leaves
-every earlier checkpoint, and ``latest``, as they were. This file knows nothing of tensors or ranks.
+every earlier checkpoint, and ``latest``, as they were; so does a disk that runs full. What dead processes leave is
+removed at the next start and at the next save. This file knows nothing of tensors or ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from megatron_glue.config.fields import flag_of
 LATEST_NAME = "latest"
 MANIFEST_NAME = "manifest.json"
 INCOMPLETE_SUFFIX = ".incomplete"
+_REPLACED_SUFFIX = ".replaced" + INCOMPLETE_SUFFIX
+_PROBE_PREFIX = ".write_probe_"
+_LATEST_ASIDE = f"{LATEST_NAME}.tmp"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _READ_BYTES = 1 << 20
 
@@ -55,15 +59,31 @@ def check_writable(root: Path) -> None:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".write_probe_", dir=root)
+        _tidy(root)
+        if (root / LATEST_NAME).is_dir():
+            raise ConfigError(
+                flag_of("save"), root, f"{root / LATEST_NAME} is a folder, not a file", "remove that folder"
+            )
+        handle, name = tempfile.mkstemp(prefix=_PROBE_PREFIX, dir=root)
         os.close(handle)
         try:
             write_durably(Path(name), b"probe")
         finally:
-            os.unlink(name)
+            Path(name).unlink(missing_ok=True)
     except OSError as error:
         reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
         raise ConfigError(flag_of("save"), root, f"cannot be written: {reason}", "choose a writable folder") from error
+
+
+def _tidy(root: Path) -> None:
+    """Put back or remove what killed processes left. Half-written folders stay until the next save starts."""
+    for stray in (*root.glob(f"{_PROBE_PREFIX}*"), root / _LATEST_ASIDE):
+        if stray.is_file():
+            stray.unlink(missing_ok=True)
+    for replaced in root.glob(f"step_*{_REPLACED_SUFFIX}"):
+        final = replaced.with_name(replaced.name.removesuffix(_REPLACED_SUFFIX))
+        if not final.exists():
+            replaced.rename(final)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -138,10 +158,7 @@ def verify_files(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     Raises:
         CheckpointError: On the first file that is missing, has another size or other bytes.
     """
-    manifest = read_json(folder / MANIFEST_NAME)
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or not files:
-        raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged, lists no files")
+    files = _read_manifest(folder)
     for name in sorted(files)[part::num_parts]:
         path, expected = folder / name, files[name]
         if Path(name).name != name or not isinstance(expected, dict):
@@ -156,11 +173,25 @@ def verify_files(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
             raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
-def start_folder(root: Path, step: int) -> Path:
-    """Make room and an empty unpublished folder for a step.
+def listed_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file of a checkpoint, as its manifest says.
 
-    Removed are leftovers of writers that died, and a published checkpoint of the same step: the caller has made sure
-    that ``latest`` does not name it, so it belongs to a course of the run that was given up.
+    Raises:
+        CheckpointError: If the manifest is missing or damaged.
+    """
+    return {name: entry["bytes"] for name, entry in _read_manifest(folder).items()}
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    manifest = read_json(folder / MANIFEST_NAME)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged, lists no files")
+    return files
+
+
+def start_folder(root: Path, step: int) -> Path:
+    """Make room and an empty unpublished folder for a step, and remove leftovers of writers that died.
 
     Args:
         root: Folder of checkpoints.
@@ -172,17 +203,18 @@ def start_folder(root: Path, step: int) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     final = step_folder(root, step)
     incomplete = final.with_name(final.name + INCOMPLETE_SUFFIX)
+    _tidy(root)
     for leftover in root.glob(f"step_*{INCOMPLETE_SUFFIX}"):
         shutil.rmtree(leftover)
-    if final.exists():
-        final.rename(incomplete)
-        shutil.rmtree(incomplete)
     incomplete.mkdir()
     return incomplete
 
 
 def publish(incomplete: Path) -> Path:
     """Turn a completely written folder into a checkpoint and name it in ``latest``.
+
+    A published checkpoint of the same step is replaced, and only now: it belongs to a course of the run that was given
+    up, or is damaged.
 
     Args:
         incomplete: The unpublished folder; every file in it is durable.
@@ -192,13 +224,22 @@ def publish(incomplete: Path) -> Path:
     """
     root = incomplete.parent
     final = incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE_SUFFIX))
+    replaced = final.with_name(final.name + _REPLACED_SUFFIX)
     sync_folder(incomplete)
-    incomplete.rename(final)
+    if final.exists():
+        final.rename(replaced)
+    try:
+        incomplete.rename(final)
+    except OSError:
+        _tidy(root)
+        raise
     sync_folder(root)
-    aside = root / f"{LATEST_NAME}.tmp"
+    aside = root / _LATEST_ASIDE
     write_durably(aside, f"{final.name}\n".encode())
     aside.rename(root / LATEST_NAME)
     sync_folder(root)
+    if replaced.exists():
+        shutil.rmtree(replaced)
     return final
 
 
@@ -210,7 +251,7 @@ def prune(root: Path, keep_last: int, newest_step: int) -> None:
         keep_last: Checkpoints to keep, at least 1.
         newest_step: The one published last; it counts as the first of those to keep.
     """
-    steps = sorted(step for step in _published_steps(root) if step <= newest_step)
+    steps = sorted(step for step in published_steps(root) if step <= newest_step)
     for step in steps[:-keep_last]:
         folder = step_folder(root, step)
         # Renamed first: a half-removed folder must not look like a checkpoint.
@@ -219,7 +260,8 @@ def prune(root: Path, keep_last: int, newest_step: int) -> None:
         shutil.rmtree(doomed)
 
 
-def _published_steps(root: Path) -> list[int]:
+def published_steps(root: Path) -> list[int]:
+    """Steps of all checkpoints in a folder, in no order; empty if there is no such folder."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         steps = (step_of(path.name) for path in root.iterdir() if (path / MANIFEST_NAME).is_file())
         return [step for step in steps if step is not None]
@@ -237,16 +279,11 @@ def latest_step(root: Path) -> int | None:
     Returns:
         The step, or ``None`` if there is no checkpoint.
     """
-    published = _published_steps(root)
+    published = published_steps(root)
     named = named_step(root)
     if named in published:
         return named
     return max(published, default=None)
-
-
-def is_current(root: Path, step: int) -> bool:
-    """Whether a step is published and ``latest`` names it."""
-    return named_step(root) == step and step in _published_steps(root)
 
 
 def named_step(root: Path) -> int | None:

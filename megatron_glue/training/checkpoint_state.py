@@ -2,18 +2,18 @@
 
 Tensors, by name: ``model.NAME`` (parameters and persistent buffers), ``optimizer.NAME.step|exp_avg|exp_avg_sq`` and
 ``rng.DEVICE.RANK``, where NAME does not depend on engine or layout. A parameter that is one rank's share of a larger
-one appears as what it is, a DTensor of the global shape, so that no rank's share passes for the whole. Facts that are
-no tensors are JSON. Hyperparameters are no state: they are in the configuration, and the present one counts.
+one appears as what it is, a part of the global tensor, so that no rank's share passes for the whole. Facts that are no
+tensors are JSON. Hyperparameters are no state: they are in the configuration, and the present one counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import megatron_glue
 from megatron_glue.config.errors import ConfigError
@@ -22,9 +22,10 @@ from megatron_glue.config.loading import as_dict
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.parallel.gather import global_name
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.parallel.shard_spec import get_shard_spec, to_global_dtensor
+from megatron_glue.parallel.shard_spec import get_shard_spec
 from megatron_glue.training.checkpoint_files import CheckpointError
-from megatron_glue.training.checkpoint_tensors import SavedTensor
+from megatron_glue.training.checkpoint_index import SavedTensor
+from megatron_glue.training.checkpoint_parts import GlobalTensor, place
 from megatron_glue.training.optimizer import GuardedAdamW
 
 FORMAT = 1
@@ -80,17 +81,20 @@ class LoadedCheckpoint:
     config: dict[str, Any]
 
 
-def collect_tensors(state: TrainingState, mesh: ParallelMesh) -> dict[str, Tensor]:
+def collect_tensors(state: TrainingState, mesh: ParallelMesh) -> dict[str, GlobalTensor]:
     """Name every tensor of a state. The tensors share memory with the model and the optimizer.
+
+    Names are those of the whole model: a pipeline stage has the names of its layers, and a tied embedding has the same
+    name on the first and the last stage.
 
     Args:
         state: The state.
         mesh: The run's mesh.
 
     Returns:
-        Plain tensors where all ranks hold the same, DTensors where each holds a part.
+        What this rank holds of each tensor.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, GlobalTensor] = {}
     seen: set[int] = set()
     # keep_vars: the very parameters, which carry their specs. Tied weights appear under their first name only.
     for name, tensor in state.model.state_dict(keep_vars=True).items():
@@ -98,38 +102,36 @@ def collect_tensors(state: TrainingState, mesh: ParallelMesh) -> dict[str, Tenso
             seen.add(id(tensor))
             key = f"model.{global_name(name, tensor)}"
             assert key not in tensors, f"two tensors are called {key}"
-            tensors[key] = _as_saved(tensor, tensor, mesh)
+            tensors[key] = place(tensor, get_shard_spec(tensor), mesh)
     if state.optimizer is not None:
         for name, param, moments in state.optimizer.named_state():
             for key, tensor in moments.items():
-                # A counter is a replicated scalar, whatever its parameter is.
-                tensors[f"optimizer.{name}.{key}"] = tensor if tensor.dim() == 0 else _as_saved(tensor, param, mesh)
+                if isinstance(tensor, GlobalTensor):
+                    tensors[f"optimizer.{name}.{key}"] = tensor
+                else:
+                    # A counter is a replicated scalar, whatever its parameter is.
+                    spec = get_shard_spec(param) if tensor.dim() else None
+                    tensors[f"optimizer.{name}.{key}"] = place(tensor, spec, mesh)
     return tensors
 
 
-def _as_saved(tensor: Tensor, param: Tensor, mesh: ParallelMesh) -> Tensor:
-    """The part of the global tensor that a parameter, or something shaped like it, is."""
-    # detach() keeps the version counter: a load then counts as a write, and compute copies are refreshed.
-    tensor = tensor.detach()
-    spec = get_shard_spec(param)
-    if spec is None:
-        return tensor
-    whole = to_global_dtensor(tensor, spec, mesh)
-    assert tuple(whole.shape) == spec.global_shape, f"{spec.global_name}: {tuple(whole.shape)}, not the global shape"
-    return whole
+def device_of(state: TrainingState) -> torch.device:
+    """Where the model computes."""
+    return next(state.model.parameters()).device
 
 
-def rng_tensors(device: torch.device, mesh: ParallelMesh) -> dict[str, Tensor]:
+def rng_tensors(device: torch.device, mesh: ParallelMesh) -> dict[str, GlobalTensor]:
     """States of this rank's default generators. The model draws from derived seeds; these are for everything else."""
     states = {f"rng.cpu.{mesh.rank:05d}": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"rng.cuda.{mesh.rank:05d}"] = torch.cuda.get_rng_state(device)
-    return states
+    return {name: GlobalTensor.whole(state) for name, state in states.items()}
 
 
-def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
+def restore_rng(states: Mapping[str, GlobalTensor], device: torch.device) -> None:
     """Set the default generators to what :func:`rng_tensors` returned."""
-    for name, tensor in states.items():
+    for name, state in states.items():
+        tensor = state.parts[0].tensor
         if name.startswith("rng.cuda."):
             torch.cuda.set_rng_state(tensor, device)
         else:
@@ -246,25 +248,32 @@ def _word(fact: str, value: Any) -> str:
     return value_to_word(field_specs()[_field_of(fact)], value)
 
 
-def check_same_tensors(saved: Mapping[str, SavedTensor], wanted: Mapping[str, Tensor], path: object) -> None:
+def check_same_tensors(
+    saved: Mapping[str, SavedTensor],
+    wanted: Mapping[str, GlobalTensor],
+    path: object,
+    known: Collection[str] | None = None,
+) -> None:
     """Refuse a checkpoint with other tensors than those that are to be read: none may be left over on either side.
 
     Args:
         saved: The checkpoint's tensors.
-        wanted: Model and, if asked for, optimizer tensors.
+        wanted: This rank's model and, if asked for, optimizer tensors.
         path: The checkpoint, for the message.
+        known: Those of the checkpoint's names that any rank wants; unset: this rank is alone.
 
     Raises:
         CheckpointError: Naming the first tensors that are missing, left over, or differ in shape or dtype.
     """
     kinds = {name.split(".", 1)[0] for name in wanted}
     offered = {name for name in saved if name.split(".", 1)[0] in kinds}
-    for names, what in ((wanted.keys() - offered, "lacks"), (offered - wanted.keys(), "has, and this run has not,")):
+    left_over = offered - set(wanted if known is None else known)
+    for names, what in ((wanted.keys() - offered, "lacks"), (left_over, "has, and this run has not,")):
         if names:
             shown = ", ".join(sorted(names)[:3])
             raise CheckpointError(f"{path}: {what} {len(names)} tensors: {shown}{', ...' if len(names) > 3 else ''}")
     for name, tensor in wanted.items():
         there = (saved[name].shape, saved[name].dtype)
-        here = (tuple(tensor.shape), tensor.dtype)
+        here = (tensor.shape, tensor.dtype)
         if there != here:
             raise CheckpointError(f"{path}: {name} is {there[0]} {there[1]}, this run needs {here[0]} {here[1]}")

@@ -1,28 +1,27 @@
-"""Tensors of a checkpoint through ``torch.distributed.checkpoint`` (DCP), with an index that is JSON.
+"""Tensors of a checkpoint on the disk, in the format of ``torch.distributed.checkpoint`` (DCP).
 
-DCP writes each rank's slices and a ``.metadata`` file that is a pickle. Here the same facts also go into
-``index.json``, and reading uses only that, so nothing is ever unpickled: slices are read with ``weights_only=True``,
-and there are no other objects. The ``.metadata`` file stays for other people's DCP tools.
+A ``*.distcp`` file is one ``torch.save`` blob per slice, one after the other; DCP's own tools can read the result. Each
+rank writes its slices alone, without DCP's planner: that one sends pickled plans around at every save, its writer keeps
+all of a rank's tensors in memory until the file ends, and drops what its threads raise. Reading goes through DCP's
+reader and its resharding, but with ``index.json`` instead of the pickled ``.metadata``, and with ``weights_only=True``:
+nothing is ever unpickled.
 
-Every rank must call these functions with the same names, except for tensors that only one rank has.
+Nothing here communicates.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,187 +29,188 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_glue.training.checkpoint_files import CheckpointError, read_json, to_json, write_durably
-
-INDEX_NAME = "index.json"
-
-
-@dataclass(frozen=True)
-class SavedSlice:
-    """Where one slice of a tensor is. DCP's reader asks for these attribute names.
-
-    Attributes:
-        offsets: First element of the slice, per dim.
-        sizes: Elements of the slice, per dim.
-        relative_path: File in the checkpoint's folder.
-        offset: First byte in the file.
-        length: Number of bytes.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
+from megatron_glue.training.checkpoint_files import CheckpointError
+from megatron_glue.training.checkpoint_index import SavedSlice, SavedTensor
+from megatron_glue.training.checkpoint_parts import GlobalTensor, Part
 
 
 @dataclass(frozen=True)
-class SavedTensor:
-    """One whole tensor of a checkpoint.
+class WrittenFile:
+    """A file of slices.
 
     Attributes:
-        dtype: Its dtype.
-        shape: Its global shape.
-        slices: Its parts, as the ranks wrote them.
+        name: Its name in the checkpoint's folder.
+        num_bytes: Its size.
+        sha256: Checksum of what was written to it.
     """
 
-    dtype: torch.dtype
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, eq=False)
+class NamedPart:
+    """A part that is to be written.
+
+    Attributes:
+        name: Global name of its tensor.
+        shape: Shape of the whole tensor.
+        part: The part.
+    """
+
+    name: str
     shape: tuple[int, ...]
-    slices: tuple[SavedSlice, ...]
+    part: Part
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor], group: ProcessGroup | None) -> None:
-    """Write every rank's slices, each replicated tensor once, and the index. Files are durable on return.
-
-    Args:
-        folder: An existing folder, the same for all ranks.
-        tensors: Plain tensors (equal on all ranks that have the name) and DTensors.
-        group: All ranks; ``None`` for one process.
-
-    Raises:
-        CheckpointError: On all ranks, if it fails on one.
-    """
-    with _one_line_errors(folder):
-        save(
-            tensors,
-            storage_writer=_IndexedWriter(folder),
-            # Flat names are kept as they are; replicated tensors are spread over the ranks.
-            planner=DefaultSavePlanner(flatten_state_dict=False),
-            process_group=group,
-            no_dist=group is None,
-        )
+def slice_file(rank: int) -> str:
+    """Name of the file that a rank writes, as DCP would call it."""
+    return f"__{rank}_0.distcp"
 
 
-def read_tensors(folder: Path, tensors: dict[str, Tensor], group: ProcessGroup | None) -> None:
-    """Read tensors in place; each rank reads the slices it needs, whatever ranks wrote them.
+def write_parts(path: Path, parts: Iterable[NamedPart]) -> tuple[WrittenFile, dict[str, SavedTensor]]:
+    """Write a file of slices. It is durable on return.
+
+    Parts are taken one at a time, so an iterator that makes them needs memory for one.
 
     Args:
-        folder: A published checkpoint.
-        tensors: Where to read into, by name.
-        group: All ranks; ``None`` for one process.
+        path: The file.
+        parts: What to write, on any device.
+
+    Returns:
+        The file, and what stands where in it.
 
     Raises:
-        CheckpointError: On all ranks, if it fails on one.
+        OSError: If the disk is full or the like; torch alone would report an inconsistent file.
     """
-    with _one_line_errors(folder):
-        load(
-            tensors,
-            storage_reader=_IndexedReader(folder),
-            planner=DefaultLoadPlanner(flatten_state_dict=False),
-            process_group=group,
-            no_dist=group is None,
-        )
-
-
-def read_index(folder: Path) -> dict[str, SavedTensor]:
-    """Read what tensors a checkpoint holds.
-
-    Raises:
-        CheckpointError: If the index is missing, damaged, or a tensor's slices do not cover it.
-    """
-    path = folder / INDEX_NAME
-    entries = read_json(path)
     try:
-        index = {
-            name: SavedTensor(
-                dtype=_dtype(entry["dtype"]),
-                shape=tuple(entry["shape"]),
-                slices=tuple(
-                    SavedSlice(tuple(part["offsets"]), tuple(part["sizes"]), part["file"], part["start"], part["bytes"])
-                    for part in entry["slices"]
-                ),
-            )
-            for name, entry in entries["tensors"].items()
-        }
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged, {error!r}") from error
-    for name, saved in index.items():
-        # DCP's planner refuses overlaps when it writes, so equal volumes mean that every element is there.
-        num_elements = sum(math.prod(part.sizes) for part in saved.slices)
-        if num_elements != math.prod(saved.shape):
-            raise CheckpointError(f"{path}: {name} has {num_elements} elements of shape {saved.shape}")
+        with path.open("wb") as raw:
+            stream = _HashedStream(raw)
+            index = _write_parts(stream, path.name, parts)
+            raw.flush()
+            os.fsync(raw.fileno())
+    except OSError as error:
+        # What write and fsync raise does not name the file, and so not the rank.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return WrittenFile(path.name, stream.num_bytes, stream.digest.hexdigest()), index
+
+
+def _write_parts(stream: _HashedStream, file_name: str, parts: Iterable[NamedPart]) -> dict[str, SavedTensor]:
+    index: dict[str, SavedTensor] = {}
+    for entry in parts:
+        tensor = entry.part.tensor.detach().cpu()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            # A view would be saved with all of the memory that it is a view of.
+            tensor = tensor.clone()
+        start = stream.num_bytes
+        try:
+            torch.save(tensor, stream)  # pyright: ignore[reportArgumentType]
+        except RuntimeError as error:
+            raise stream.failure or error from error
+        place = SavedSlice(entry.part.offsets, entry.part.sizes, file_name, start, stream.num_bytes - start)
+        earlier = index[entry.name].slices if entry.name in index else ()
+        index[entry.name] = SavedTensor(tensor.dtype, entry.shape, (*earlier, place))
     return index
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return dtype
+class _HashedStream:
+    """A file that counts and hashes what is written to it, and remembers why writing failed."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            self._raw.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self.digest.update(data)
+        self.num_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
 
 
-class _IndexedWriter(FileSystemWriter):
-    """DCP's writer, plus ``index.json`` beside its own metadata."""
-
-    def __init__(self, folder: Path) -> None:
-        # One thread: DCP drops what its other writer threads raise, and a full disk would go unnoticed.
-        super().__init__(folder, sync_files=True, thread_count=1)
-        self._folder = folder
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        super().finish(metadata, results)
-        tensors = {}
-        for name, stored in metadata.state_dict_metadata.items():
-            assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
-            slices = []
-            for chunk in stored.chunks:
-                place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                slices.append(
-                    {
-                        "offsets": list(chunk.offsets),
-                        "sizes": list(chunk.sizes),
-                        "file": place.relative_path,
-                        "start": place.offset,
-                        "bytes": place.length,
-                    }
-                )
-            dtype = str(stored.properties.dtype).removeprefix("torch.")
-            tensors[name] = {"dtype": dtype, "shape": list(stored.size), "slices": slices}
-        write_durably(self._folder / INDEX_NAME, to_json({"tensors": tensors}))
+def write_dcp_metadata(folder: Path, index: Mapping[str, SavedTensor]) -> None:
+    """Write the ``.metadata`` that DCP's tools want. It is durable on return, and never read here."""
+    results = []
+    for name, saved in index.items():
+        for part in saved.slices:
+            info = _StorageInfo(part.relative_path, part.offset, part.length)
+            results.append(WriteResult(MetadataIndex(name, part.offsets), part.length, info))
+    FileSystemWriter(folder).finish(_metadata(index), [results])
 
 
-class _IndexedReader(FileSystemReader):
-    """DCP's reader, told by ``index.json`` where slices are."""
+def read_parts(folder: Path, index: Mapping[str, SavedTensor], wanted: Mapping[str, GlobalTensor]) -> None:
+    """Read into tensors in place, whatever slices they were written in.
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._folder = folder
+    Args:
+        folder: A published checkpoint whose index was checked: its slices cover every tensor.
+        index: Its index.
+        wanted: Where to read into, by name. Shapes and dtypes are those of the index.
 
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        index = read_index(self._folder)
-        stored, places = {}, {}
-        for name, saved in index.items():
-            chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in saved.slices]
-            stored[name] = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks)
-            places |= {MetadataIndex(name, part.offsets): part for part in saved.slices}
-        return Metadata(state_dict_metadata=stored, storage_data=places)
-
-
-@contextmanager
-def _one_line_errors(folder: Path) -> Iterator[None]:
-    """Turn DCP's report, a traceback per rank, into one line about the first failure."""
+    Raises:
+        CheckpointError: If a file cannot be read.
+    """
+    reader = FileSystemReader(folder)
+    # Only files that are needed are opened, and of those only the slices.
+    index = {name: index[name] for name in wanted}
+    metadata = _metadata(index)
+    metadata.storage_data = {
+        MetadataIndex(name, part.offsets): part for name, saved in index.items() for part in saved.slices
+    }
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    targets: dict[MetadataIndex, Tensor] = {}
+    items: list[ReadItem] = []
+    for name, tensor in wanted.items():
+        stored = metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        chunks = [_chunk(part.offsets, part.sizes) for part in tensor.parts]
+        items += create_read_items_for_chunk_list(name, stored, chunks)
+        targets |= {MetadataIndex(name, part.offsets): part.tensor.detach() for part in tensor.parts}
     try:
-        with warnings.catch_warnings():
-            # DCP warns that one process is one process.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, CheckpointError):
-            raise cause from error
-        reason = cause.strerror if isinstance(cause, OSError) else str(cause).splitlines()[0]
-        raise CheckpointError(f"{folder}: rank {rank}: {reason or type(cause).__name__}") from error
+        reader.read_data(LoadPlan(items), _PartPlanner(targets)).wait()
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder}: {error.strerror or error}") from error
+    except Exception as error:
+        # What torch raises about blobs has many kinds, among them those of hostile ones.
+        line = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: cannot be read, {type(error).__name__}: {line[:300]}") from error
+
+
+def _metadata(index: Mapping[str, SavedTensor]) -> Metadata:
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=saved.dtype),
+                torch.Size(saved.shape),
+                [_chunk(part.offsets, part.sizes) for part in saved.slices],
+            )
+            for name, saved in index.items()
+        }
+    )
+
+
+def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+class _PartPlanner(DefaultLoadPlanner):
+    """Tells DCP's reader where the elements go that it has read."""
+
+    def __init__(self, targets: Mapping[MetadataIndex, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._targets = targets
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._targets[index]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_glue.parallel.collectives import broadcast_, max_over_ranks
+from megatron_glue.parallel.collectives import max_over_ranks
 from megatron_glue.training.generation import SamplingPlan, sample_continuation
+from megatron_glue.training.saving import RunSaver
 from megatron_glue.training.session import Session
 from megatron_glue.training.summary import expert_load, peak_memory_bytes
 
@@ -33,19 +34,13 @@ def sample(session: Session) -> str:
     model.eval()
     try:
         with session.uncounted():
-            new_ids = sample_continuation(
-                model.logits,
-                prompt_ids,
-                plan,
-                session.device,
-                agree=lambda token: broadcast_(token, session.mesh.world_group),
-            )
+            new_ids = sample_continuation(session.executor.next_logits, prompt_ids, plan, session.device, session.mesh)
     finally:
         model.train()
     return tokenizer.decode(new_ids)
 
 
-def collect_summary(session: Session, heldout_loss: float, checkpoint: str | None) -> dict[str, Any]:
+def collect_summary(session: Session, heldout_loss: float, saver: RunSaver) -> dict[str, Any]:
     """Gather the numbers of ``--summary-path``; every rank must call this.
 
     Counters of metadata, host reads and reloads are those of this rank and this process; losses are those of the whole
@@ -54,11 +49,12 @@ def collect_summary(session: Session, heldout_loss: float, checkpoint: str | Non
     Args:
         session: A trained session, its metrics flushed.
         heldout_loss: Nats per token.
-        checkpoint: Newest checkpoint.
+        saver: The run's checkpoints, none in flight.
 
     Returns:
         JSON values by name.
     """
+    newest = saver.newest()
     cache, metrics, stats = session.built.metadata_cache, session.metrics, session.built.activation.stats()
     return {
         "name": session.config.training.name,
@@ -90,5 +86,9 @@ def collect_summary(session: Session, heldout_loss: float, checkpoint: str | Non
         "dropped_tokens": metrics.num_dropped,
         "skipped_updates": session.optimizer.num_skipped_updates,
         "peak_memory_bytes": max_over_ranks(peak_memory_bytes(session.device), session.mesh.world_group),
-        "checkpoint": checkpoint,
+        "checkpoint": None if newest is None else str(newest),
+        "saves": saver.num_saved,
+        "failed_saves": saver.num_failed,
+        "save_stall_s": saver.stall_seconds,
+        "save_staging_bytes": saver.staged_bytes,
     }

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from megatron_glue.training.checkpoint import CheckpointStore
-from megatron_glue.training.checkpoint_files import step_folder
 from megatron_glue.training.evaluation import evaluate
 from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.monitor import Monitor
+from megatron_glue.training.saving import RunSaver
 from megatron_glue.training.session import Session
 from megatron_glue.training.step import train_step
 
@@ -26,33 +25,29 @@ class Run:
 
     Attributes:
         session: The parts of the run.
-        store: Its checkpoints.
+        saver: Its checkpoints.
         monitor: What the user sees.
     """
 
     session: Session
-    store: CheckpointStore
+    saver: RunSaver
     monitor: Monitor
 
     def save(self) -> None:
-        """Write a checkpoint of this iteration; nothing happens if it is on disk already."""
+        """Save this iteration; nothing happens if it is on disk already. What fails is told, and training goes on."""
         session = self.session
-        session.metrics.flush(session.host_reader, session.mesh.dp_group)
-        path = step_folder(self.store.root, session.iteration)
-        if self.store.find_latest() != path:
-            self.store.save(session.iteration, session.training_state())
-            self.monitor.say(f"saved checkpoint {path}")
+        session.metrics.flush(session.host_reader, session.mesh.world_group)
+        self.saver.save(session.iteration, session.training_state)
 
     def evaluate(self) -> float:
         """Loss on the held-out documents, nats per token."""
         session = self.session
         with session.uncounted():
-            batches = session.data.eval_batches(session.device)
             loss = evaluate(
                 session.built.model,
-                session.engine.module,
-                batches,
-                session.mesh.dp_group,
+                session.executor,
+                session.data.eval_batches(session.device),
+                session.mesh,
                 seed=session.config.training.seed,
             )
             value = session.host_reader.read(loss)
@@ -85,6 +80,7 @@ def train(run: Run) -> float:
         # What the device still owes belongs to the steps, not to the evaluation or the save that would wait for it.
         session.metrics.add(result, timer.stop(wait_for_device=is_pausing))
         run.monitor.step(iteration)
+        run.saver.look()
         if _is_due(iteration, config.accelerator.metrics_interval):
             _log_counters(session)
         if is_logging:
@@ -98,7 +94,9 @@ def train(run: Run) -> float:
         if _is_due(iteration, training.save_interval):
             run.save()
     run.save()
-    return run.evaluate() if heldout_loss is None else heldout_loss
+    loss = run.evaluate() if heldout_loss is None else heldout_loss
+    run.saver.finish()
+    return loss
 
 
 def _is_due(iteration: int, interval: int) -> bool:
@@ -124,7 +122,7 @@ def _log_counters(session: Session) -> None:
 def _log(run: Run, lr: float) -> None:
     session = run.session
     metrics = session.metrics
-    metrics.flush(session.host_reader, session.mesh.dp_group)
+    metrics.flush(session.host_reader, session.mesh.world_group)
     run.monitor.log(
         session.iteration,
         {

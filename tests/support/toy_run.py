@@ -41,7 +41,8 @@ class Run:
             self.iteration += 1
 
     def save(self) -> Path:
-        return self.store.save(self.iteration, self.state())
+        self.store.save(self.iteration, self.state())
+        return self.store.path_of(self.iteration)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}

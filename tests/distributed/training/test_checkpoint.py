@@ -17,7 +17,7 @@ from megatron_glue.parallel.gather import gather_full_parameters
 from megatron_glue.parallel.grad_norm import global_grad_norm
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import Precision
-from megatron_glue.training import checkpoint_files, checkpoint_state, checkpoint_tensors
+from megatron_glue.training import checkpoint_state, checkpoint_tensors
 from megatron_glue.training.checkpoint import CheckpointError, CheckpointStore, TrainingState
 from megatron_glue.training.optimizer import build_optimizer
 from tests.support.processes import run_distributed
@@ -138,7 +138,8 @@ def test_f104_saved_by_one_read_by_many(tmp_path: Path, layout: str) -> None:
 def change_layout(rank: int, world_size: int, root: str) -> None:
     first = Run(root, "ddp", 2)
     first.train(2)
-    path = first.store.save(2, first.state())
+    first.store.save(2, first.state())
+    path = first.store.path_of(2)
     for engine_name, ep_size in (("fsdp2", 2), ("fsdp2", 1), ("ddp", 1)):
         other = Run(root, engine_name, ep_size)
         other.scramble()
@@ -169,17 +170,16 @@ def fail_on_one_rank(rank: int, world_size: int, root: str, failing_rank: int) -
     run.store.save(1, run.state())
     before = run.tensors()
     run.train(1)
-    writer = checkpoint_tensors._IndexedWriter
-    real = writer.write_data
+    real = checkpoint_tensors.write_parts
 
-    def full(*_args) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(path: Path, _parts: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     if rank == failing_rank:
-        writer.write_data = full
+        checkpoint_tensors.write_parts = full
     with pytest.raises(CheckpointError) as caught:
         run.store.save(2, run.state())
-    writer.write_data = real
+    checkpoint_tensors.write_parts = real
     assert [entry.name for entry in sorted(Path(root).iterdir())] == ["latest", "step_00000001"]
     run.scramble()
     run.store.load(run.store.find_latest(), run.state())
@@ -193,7 +193,7 @@ def test_a_full_disk_on_one_rank_stops_all_alike(tmp_path: Path, failing_rank: i
     answers = run_distributed(fail_on_one_rank, 2, str(tmp_path), failing_rank)
     assert answers[0] == answers[1]
     line = answers[0][0]
-    assert f"rank {failing_rank}: No space left on device" in line
+    assert f"__{failing_rank}_0.distcp: No space left on device" in line
     assert "step 2 was not saved, earlier checkpoints are untouched" in line
     assert "\n" not in line
 
@@ -202,7 +202,7 @@ def fail_unexpectedly(rank: int, world_size: int, root: str, station: str) -> li
     run = Run(root, "ddp", 2)
     run.train(1)
     run.store.save(1, run.state())
-    module = checkpoint_files if station == "describe_files" else checkpoint_state
+    module = checkpoint_tensors if station == "write_parts" else checkpoint_state
     real = getattr(module, station)
 
     def fail(*_args) -> None:
@@ -225,9 +225,7 @@ def fail_unexpectedly(rank: int, world_size: int, root: str, station: str) -> li
     return told
 
 
-@pytest.mark.parametrize(
-    ("station", "num_failures"), [("collect_tensors", 2), ("rng_tensors", 2), ("describe_files", 1)]
-)
+@pytest.mark.parametrize(("station", "num_failures"), [("collect_tensors", 2), ("rng_tensors", 2), ("write_parts", 1)])
 def test_an_unexpected_error_on_one_rank_stops_all_alike(tmp_path: Path, station: str, num_failures: int) -> None:
     """Before one rank's part of a collective above all: the others would wait in it."""
     answers = run_distributed(fail_unexpectedly, 2, str(tmp_path), station)
@@ -247,7 +245,8 @@ def load_damaged(rank: int, world_size: int, root: str) -> list[str]:
 
 def test_damage_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
     one = Run(tmp_path, *ONE_PROCESS)
-    path = one.store.save(2, one.state())
+    one.store.save(2, one.state())
+    path = one.store.path_of(2)
     for name in sorted(json.loads((path / "manifest.json").read_bytes())["files"])[:2]:
         good = (path / name).read_bytes()
         (path / name).write_bytes(good[:-1])
@@ -281,9 +280,9 @@ def skip_together(rank: int, world_size: int, root: str, engine_name: str, ep_si
     run.train(1)
     norm = all_reduce_sum(torch.stack([tensor.norm() for tensor in run.tensors().values()]), run.mesh.world_group)
     assert torch.isfinite(norm).all()
-    path = run.store.save(3, run.state())
+    run.store.save(3, run.state())
     other = Run(root, engine_name, ep_size)
-    other.store.load(path, other.state())
+    other.store.load(run.store.path_of(3), other.state())
     return [*skipped, run.optimizer.num_skipped_updates, other.optimizer.num_skipped_updates]
 
 

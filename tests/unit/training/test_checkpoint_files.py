@@ -38,7 +38,7 @@ def test_publish_names_the_step_and_leaves_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step_00000003"]
     assert (tmp_path / "latest").read_text() == "step_00000003\n"
     assert files.latest_step(tmp_path) == 3
-    assert files.is_current(tmp_path, 3)
+    assert files.named_step(tmp_path) == 3
     files.verify_files(folder)
 
 

@@ -15,8 +15,8 @@ import torch
 
 from tests.support.toy_run import Run
 
-# In the order of a save: slices, DCP's metadata, index, the rank's checksums, facts, config, manifest, the unpublished
-# folder; after the rename the root; ``latest``; after its rename the root again. Then pruning.
+# In the order of a save: slices, the rank's note about them, facts, config, index, DCP's metadata, manifest, the
+# unpublished folder; after the rename the root; ``latest``; after its rename the root again. Then pruning.
 NUM_SYNCS = 11
 FIRST_SYNC_AFTER_RENAME = 9
 SYNC_AFTER_LATEST = 11

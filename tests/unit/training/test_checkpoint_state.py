@@ -13,6 +13,8 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import ModelConfig, MoEConfig, OptimizerConfig, RunConfig
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint_files import CheckpointError
+from megatron_glue.training.checkpoint_index import SavedTensor
+from megatron_glue.training.checkpoint_parts import GlobalTensor
 from megatron_glue.training.checkpoint_state import (
     TrainingState,
     check_same_model,
@@ -23,7 +25,6 @@ from megatron_glue.training.checkpoint_state import (
     restore_rng,
     rng_tensors,
 )
-from megatron_glue.training.checkpoint_tensors import SavedTensor
 from megatron_glue.training.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ def test_each_tensor_has_one_name_that_wrappers_do_not_change() -> None:
 def test_tensors_share_memory_and_version_with_the_model() -> None:
     model = Tied()
     version = model.embedding.weight._version
-    collect_tensors(state_of(model), MESH)["model.embedding.weight"].fill_(2.0)
+    collect_tensors(state_of(model), MESH)["model.embedding.weight"].parts[0].tensor.fill_(2.0)
     assert (model.head.weight == 2).all()
     assert model.embedding.weight._version > version
 
@@ -82,7 +83,7 @@ def test_facts_name_the_source_of_every_value_that_is_no_default() -> None:
 
 
 def test_generators_come_back() -> None:
-    states = {name: tensor.clone() for name, tensor in rng_tensors(CPU, MESH).items()}
+    states = rng_tensors(CPU, MESH)
     first = torch.rand(3)
     restore_rng(states, CPU)
     assert torch.equal(torch.rand(3), first)
@@ -135,7 +136,7 @@ def test_other_tensors_are_refused() -> None:
     def saved(*shape: int, dtype: torch.dtype = torch.float32) -> SavedTensor:
         return SavedTensor(dtype, shape, ())
 
-    wanted = {"model.a": torch.zeros(2, 3), "model.b": torch.zeros(1)}
+    wanted = {"model.a": GlobalTensor.whole(torch.zeros(2, 3)), "model.b": GlobalTensor.whole(torch.zeros(1))}
     good = {"model.a": saved(2, 3), "model.b": saved(1), "optimizer.a.step": saved(), "rng.cpu.00000": saved(9)}
     check_same_tensors(good, wanted, "x")
     for changed, line in (
@@ -148,3 +149,11 @@ def test_other_tensors_are_refused() -> None:
     del good["model.b"]
     with pytest.raises(CheckpointError, match=r"x: lacks 1 tensors: model\.b"):
         check_same_tensors(good, wanted, "x")
+
+
+def test_what_another_pipeline_stage_wants_is_not_left_over() -> None:
+    saved = {f"model.blocks.{i}.weight": SavedTensor(torch.float32, (2,), ()) for i in range(3)}
+    wanted = {"model.blocks.0.weight": GlobalTensor.whole(torch.zeros(2))}
+    check_same_tensors(saved, wanted, "x", known=set(saved))
+    with pytest.raises(CheckpointError, match=r"has, and this run has not, 1 tensors: model\.blocks\.2\.weight"):
+        check_same_tensors(saved, wanted, "x", known={"model.blocks.0.weight", "model.blocks.1.weight"})

@@ -31,6 +31,7 @@ SUMMARY = {
     "dropped_tokens": 0,
     "peak_memory_bytes": 2**30,
     "checkpoint": "runs/x",
+    "failed_saves": 0,
 }
 
 
