@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -122,6 +123,8 @@ class Pipeline:
         self._group = mesh.pp_group
         self._num_ranks = mesh.pp_size
         self._loss_scale = 1.0
+        if kind == "zb":
+            _keep_gathered(parts)
         self._stages = [_Stage(part, plan.num_stages, shape, mesh) for part in parts]
         options = {"n_microbatches": shape.num_micro_batches, "loss_fn": self._scaled_loss, "scale_grads": False}
         self._schedule: Any
@@ -266,6 +269,17 @@ class _Stage(PipelineStage):
             return out
         self._loss_sum += out.detach().float()
         return out.reshape(1)
+
+
+def _keep_gathered(parts: Sequence[StagePart]) -> None:
+    """Let FSDP2 keep gathered weights from forward to backward.
+
+    The zero-bubble schedule looks weights up in the graph of the forward pass, before backward would gather them again;
+    where it does not find them it computes no gradient for them.
+    """
+    for part in parts:
+        if isinstance(part.module, FSDPModule):
+            part.module.set_reshard_after_forward(False)
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -103,12 +103,15 @@ class DirectExecutor(StepExecutor):
         loss_sum = torch.zeros((), device=self._device)
         for batch, context in inputs:
             loss_sum += self._engine.module(batch, context).float()
+        self._engine.end_inference()
         return loss_sum
 
     @torch.no_grad()
     def next_logits(self, input_ids_T: Tensor, context: ForwardContext, row: int) -> Tensor:
         """See the base class."""
-        return self._model.logits(input_ids_T, context, row)
+        logits_V = self._model.logits(input_ids_T, context, row)
+        self._engine.end_inference()
+        return logits_V
 
 
 class PipelineExecutor(StepExecutor):
@@ -138,11 +141,15 @@ class PipelineExecutor(StepExecutor):
 
     def evaluate(self, inputs: StepInputs) -> Tensor:
         """See the base class."""
-        return self._pipeline.evaluate(inputs)
+        loss_sum = self._pipeline.evaluate(inputs)
+        self._engine.end_inference()
+        return loss_sum
 
     def next_logits(self, input_ids_T: Tensor, context: ForwardContext, row: int) -> Tensor:
         """See the base class."""
-        return self._pipeline.next_logits(input_ids_T, context, row)
+        logits_V = self._pipeline.next_logits(input_ids_T, context, row)
+        self._engine.end_inference()
+        return logits_V
 
 
 def build_executor(

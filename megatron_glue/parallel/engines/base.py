@@ -81,6 +81,12 @@ class DataParallelEngine(ABC):
         """
         return optimizer
 
+    def after_load(self) -> None:
+        """A checkpoint was read into weights and moments: bring copies of them up to date. Collective."""
+
+    def end_inference(self) -> None:
+        """Forward passes without a backward are over: leave parameters as the optimizer and checkpoints expect them."""
+
     def full_gradients(self) -> dict[str, Tensor]:
         """Every gradient as one whole CPU tensor by global name, on every rank, after :meth:`finish_backward`."""
         return gather_full_gradients(self.model, self.mesh)

@@ -102,6 +102,16 @@ class Fsdp2Engine(DataParallelEngine):
         self._has_run = True
         return nullcontext()
 
+    def begin_pipeline(self, num_micro_batches: int) -> None:
+        """Torch's stages reduce after their last backward pass."""
+        self._has_run = True
+
+    def end_inference(self) -> None:
+        """Free gathered weights: where they are kept for backward, they would stand in the place of the masters."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def finish_backward(self) -> None:
         """Sum what FSDP2 does not own and fill missing gradients."""
         for reducer in self._reducers:
