@@ -23,7 +23,8 @@ class RouterRecord:
     Attributes:
         layer_index: Global index of the layer.
         counts_E: int64. (token, choice) pairs routed to each expert by this rank.
-        aux_loss: fp32 scalar, before its coefficient.
+        aux_loss: fp32 scalar, before its coefficient. Like the z-loss this rank's share: the shares of all ranks that
+            hold rows of the micro-batch (tensor and context parallelism) add up to its loss.
         z_loss: fp32 scalar, before its coefficient.
         num_dropped_pairs: int64 scalar. Pairs that no expert processed.
     """

@@ -64,12 +64,14 @@ class MicroBatch:
     rows_T: Tensor
 
 
-def whole_micro_batch(layout: Layout, dp_rank: int, hidden_size: int, probe_scale: float = 1.0) -> MicroBatch:
-    """A data-parallel rank's micro-batch as one process sees it; NaN on padding."""
+def whole_micro_batch(
+    layout: Layout, dp_rank: int, hidden_size: int, probe_scale: float = 1.0, pad_value: float = float("nan")
+) -> MicroBatch:
+    """A data-parallel rank's micro-batch as one process sees it."""
     lengths = layout.lengths[dp_rank]
     x = random_rows(layout.num_tokens, hidden_size, seed=dp_rank)
     with torch.no_grad():
-        x[sum(lengths) :] = float("nan")
+        x[sum(lengths) :] = pad_value
     probe = random_rows(layout.num_tokens, hidden_size, seed=100 + dp_rank).detach() * probe_scale
     sequence = PackedSequence.from_lengths(lengths, num_pad_tokens=layout.num_tokens - sum(lengths))
     context = ForwardContext(sequence, aux_loss_scale=1.0 / len(layout.lengths), router_log=[])
