@@ -83,9 +83,11 @@ class DataParallelEngine(ABC):
 
     def after_load(self) -> None:
         """A checkpoint was read into weights and moments: bring copies of them up to date. Collective."""
+        return
 
     def end_inference(self) -> None:
         """Forward passes without a backward are over: leave parameters as the optimizer and checkpoints expect them."""
+        return
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Every gradient as one whole CPU tensor by global name, on every rank, after :meth:`finish_backward`."""
