@@ -122,15 +122,32 @@ def explicit_attention(
     q_nGQLC = q_nHLC.unflatten(1, (num_groups, num_heads // num_groups))
     scores_nGQLL = (q_nGQLC @ k_nGLC.unsqueeze(2).transpose(-1, -2)) * scale
     probs_nGQLL = torch.softmax(scores_nGQLL.masked_fill(~allowed_LL, float("-inf")).float(), dim=-1)
-    tokens_nL = tokens_nL + dropout.first_token
+    keep_nHLL = kept_probabilities(dropout, num_heads, tokens_nL, tokens_nL)
+    probs_nGQLL = probs_nGQLL * keep_nHLL.view(probs_nGQLL.shape) * (1.0 / (1.0 - dropout.probability))
+    return (probs_nGQLL.to(v_nGLC.dtype) @ v_nGLC.unsqueeze(2)).flatten(1, 2)
+
+
+def kept_probabilities(
+    dropout: AttentionDropout, num_heads: int, query_tokens_nL: Tensor, key_tokens_nK: Tensor
+) -> Tensor:
+    """Return which attention probabilities survive, by (head, query token, key token) alone.
+
+    Args:
+        dropout: What to drop.
+        num_heads: Query heads at hand.
+        query_tokens_nL: Index of each query in the tokens that ``dropout.first_token`` counts from.
+        key_tokens_nK: Index of each key likewise.
+
+    Returns:
+        bool [n, H, L, K].
+    """
+    query_tokens_nL, key_tokens_nK = query_tokens_nL + dropout.first_token, key_tokens_nK + dropout.first_token
     row_keys_nHL = torch.stack(
         [
-            position_keys(tokens_nL, derive_seed(dropout.seed, 0, dropout.first_head + head))
+            position_keys(query_tokens_nL, derive_seed(dropout.seed, 0, dropout.first_head + head))
             for head in range(num_heads)
         ],
         dim=1,
     )
-    column_keys_nL = position_keys(tokens_nL, derive_seed(dropout.seed, 1))
-    keep_nHLL = keep_mask(row_keys_nHL[..., None], column_keys_nL[:, None, None], dropout.probability)
-    probs_nGQLL = probs_nGQLL * keep_nHLL.view(probs_nGQLL.shape) * (1.0 / (1.0 - dropout.probability))
-    return (probs_nGQLL.to(v_nGLC.dtype) @ v_nGLC.unsqueeze(2)).flatten(1, 2)
+    column_keys_nK = position_keys(key_tokens_nK, derive_seed(dropout.seed, 1))
+    return keep_mask(row_keys_nHL[..., None], column_keys_nK[:, None, None], dropout.probability)

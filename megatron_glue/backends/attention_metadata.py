@@ -92,8 +92,8 @@ class FlexMetadata:
     block_mask: Any | None
 
 
-def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy to the device; from pinned memory for CUDA, because a pageable copy makes the host wait."""
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to the device; from pinned memory for CUDA, because a pageable copy makes the host wait."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -133,7 +133,7 @@ def build_segments(lengths: Sequence[int], num_pad_tokens: int, device: torch.de
         longest = -(-max(lengths) // _PADDED_LENGTH_MULTIPLE) * _PADDED_LENGTH_MULTIPLE
         distance_LL = np.arange(longest)[:, None] - np.arange(longest)
         hidden_LL = (distance_LL < 0) | (distance_LL >= window)
-        window_bias_LL = _to_device(np.where(hidden_LL, np.float32(-np.inf), np.float32(0.0)), device)
+        window_bias_LL = to_device(np.where(hidden_LL, np.float32(-np.inf), np.float32(0.0)), device)
     batches = _batch_segments(lengths)
     if all(len(segments) == 1 for segments in batches.values()):
         pieces = tuple((1, length) for length in lengths)
@@ -156,8 +156,8 @@ def build_segments(lengths: Sequence[int], num_pad_tokens: int, device: torch.de
         num_tokens=num_valid + num_pad_tokens,
         num_valid_tokens=num_valid,
         pieces=tuple(pieces_list),
-        gather_R=_to_device(np.concatenate(gather), device),
-        row_of_token_V=_to_device(row_of_token, device),
+        gather_R=to_device(np.concatenate(gather), device),
+        row_of_token_V=to_device(row_of_token, device),
         window_bias_LL=window_bias_LL,
     )
 
@@ -166,14 +166,12 @@ def build_varlen(lengths: Sequence[int], num_pad_tokens: int, device: torch.devi
     """Sum lengths up. See :func:`build_segments`; the window is an argument of the kernel, not part of this."""
     cu_seqlens = np.cumsum((0, *lengths), dtype=np.int64).astype(np.int32)
     num_valid = sum(lengths)
-    return VarlenMetadata(
-        num_valid + num_pad_tokens, num_valid, _to_device(cu_seqlens, device), max(lengths, default=0)
-    )
+    return VarlenMetadata(num_valid + num_pad_tokens, num_valid, to_device(cu_seqlens, device), max(lengths, default=0))
 
 
 def _segment_ids(lengths: Sequence[int], device: torch.device) -> Tensor:
     counts = np.array(lengths, dtype=np.int64)
-    return _to_device(np.repeat(np.arange(len(counts), dtype=np.int32), counts), device)
+    return to_device(np.repeat(np.arange(len(counts), dtype=np.int32), counts), device)
 
 
 def build_dense(lengths: Sequence[int], num_pad_tokens: int, device: torch.device, window: int) -> DenseMetadata:

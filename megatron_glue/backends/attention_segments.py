@@ -28,7 +28,7 @@ from megatron_glue.backends.attention import (
 )
 from megatron_glue.backends.attention_metadata import SegmentsMetadata
 
-_HAS_FLASH_CPU = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu") and hasattr(
+HAS_FLASH_CPU = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu") and hasattr(
     torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"
 )
 
@@ -47,7 +47,7 @@ def segments_attention(
     qkv = tuple(cut_padding(x_TXC, metadata.num_valid_tokens) for x_TXC in (q_THC, k_TGC, v_TGC))
     if metadata.num_valid_tokens == 0:
         out_VHC = attend_to_nothing(*qkv)
-    elif dropout is None and _HAS_FLASH_CPU and q_THC.device.type == "cpu":
+    elif dropout is None and HAS_FLASH_CPU and q_THC.device.type == "cpu":
         out_VHC = _FlashOnCpu.apply(*qkv, metadata, window, scale)
     else:
         out_VHC = _attend_through_autograd(qkv, metadata, window, scale, dropout)

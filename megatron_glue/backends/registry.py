@@ -87,6 +87,8 @@ class Backends:
         grouping: ``numpy`` or ``torch``, for ``ops.grouping.group_tokens``.
         optimizer: ``fused`` or ``foreach``.
         choices: (role, name, reason) of each choice.
+        context_layout: How attention meets the tokens of other context-parallel ranks, ``gather`` or ``ring``; empty if
+            no sequence is split. ``attention_context.py`` sets it.
     """
 
     attention: AttentionKernel
@@ -97,6 +99,7 @@ class Backends:
     grouping: Any
     optimizer: str
     choices: tuple[tuple[str, str, str], ...]
+    context_layout: str = ""
 
     def describe(self) -> str:
         """Say in one line what was chosen and why."""

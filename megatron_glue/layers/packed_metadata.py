@@ -8,7 +8,8 @@ grow with the number of layouts seen.
 What else follows from the layout alone is shared in the same way through :meth:`PackedMetadataCache.share`.
 
 Disabled, each call does what common stacks do in every layer: find the boundaries in the batch's DEVICE tensor, read
-them on the host, and build. Values, layout and kernel are the same, so both ways give the same bits.
+them on the host, and build. Values, layout and kernel are the same, so both ways give the same bits. Only what a
+context-parallel rank cannot see in its own rows, the lengths of whole segments, is taken from the host there too.
 
 Shape suffixes: T tokens, S segments (with padding as one more).
 """
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_glue.backends.attention_context_metadata import build_context
 from megatron_glue.backends.attention_metadata import METADATA_BUILDERS, WINDOWED_LAYOUTS, effective_window
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.types import PackedSequence
@@ -57,16 +59,21 @@ class PackedMetadataCache:
         layout: A key of ``METADATA_BUILDERS``, from ``Backends.attention_layout``.
         enabled: Build once per micro-batch; else in every call.
         host_reader: Counts reads of device values: none when enabled.
+        context_layout: How a rank's queries meet the keys of other context-parallel ranks, from
+            ``Backends.context_layout``; empty when no sequence is split.
 
     Attributes:
         builds: Times that attention metadata was built.
         reuses: Times that it was found.
     """
 
-    def __init__(self, layout: str, enabled: bool, host_reader: HostReader) -> None:
+    def __init__(self, layout: str, enabled: bool, host_reader: HostReader, context_layout: str = "") -> None:
         if layout not in METADATA_BUILDERS:
             raise ValueError(f"layout={layout!r}: unknown; one of {sorted(METADATA_BUILDERS)}")
+        if context_layout not in ("", "gather", "ring"):
+            raise ValueError(f"context_layout={context_layout!r}: unknown; gather, ring or empty")
         self.layout = layout
+        self.context_layout = context_layout
         self.enabled = enabled
         self.host_reader = host_reader
         self.builds = 0
@@ -80,8 +87,10 @@ class PackedMetadataCache:
             window: Tokens that a query of this layer sees, itself included; 0 for all.
 
         Returns:
-            The frozen metadata of the cache's layout.
+            The frozen metadata of the cache's layout; ``ContextMetadata`` for a part of split sequences.
         """
+        if sequence.context_shard is not None:
+            return self._for_shard(sequence, window)
         if not self.enabled:
             lengths, num_pad_tokens = read_lengths(sequence.segment_ids_T, self.host_reader)
             return self._build(lengths, num_pad_tokens, sequence.device, window)
@@ -89,10 +98,26 @@ class PackedMetadataCache:
         # Windows that hide nothing share one entry.
         window = effective_window(window, sequence.lengths) if self.layout in WINDOWED_LAYOUTS else 0
         key = (self.layout, sequence.device, window)
+        return self._find(
+            sequence, key, lambda: self._build(sequence.lengths, sequence.num_pad_tokens, sequence.device, window)
+        )
+
+    def _for_shard(self, sequence: PackedSequence, window: int) -> Any:
+        """Return the metadata of one context-parallel rank. Disabled, it is built anew in every call, without reads."""
+        shard = sequence.context_shard
+        assert shard is not None
+        assert self.context_layout, "the model was not built for split sequences"
+        if not self.enabled:
+            return self._build_shard(sequence, window)
+        window = effective_window(window, shard.lengths)
+        place = (shard.rank, shard.size, shard.alignment)
+        key = (self.layout, self.context_layout, sequence.device, window, place)
+        return self._find(sequence, key, lambda: self._build_shard(sequence, window))
+
+    def _find(self, sequence: PackedSequence, key: Hashable, build: Callable[[], Any]) -> Any:
         entry = sequence.cache_entries.get(key)
         if entry is None:
-            entry = self._build(sequence.lengths, sequence.num_pad_tokens, sequence.device, window)
-            sequence.cache_entries[key] = entry
+            entry = sequence.cache_entries[key] = build()
         else:
             self.reuses += 1
         return entry
@@ -124,3 +149,10 @@ class PackedMetadataCache:
         # Tensors born under inference_mode could not be saved for a backward that shares them.
         with torch.inference_mode(False):
             return METADATA_BUILDERS[self.layout](lengths, num_pad_tokens, device, window)
+
+    def _build_shard(self, sequence: PackedSequence, window: int) -> Any:
+        self.builds += 1
+        # See _build.
+        with torch.inference_mode(False):
+            is_ring, is_varlen = self.context_layout == "ring", self.layout == "varlen"
+            return build_context(sequence, window, is_ring=is_ring, is_varlen=is_varlen)

@@ -26,7 +26,7 @@ def attend(layout, qkv, sequence, window=0, dropout=None):
 def path(request, monkeypatch):
     """Both ways through the segments kernel: the CPU's flash kernel, and autograd as on other devices."""
     if request.param == "autograd":
-        monkeypatch.setattr(attention_segments, "_HAS_FLASH_CPU", False)
+        monkeypatch.setattr(attention_segments, "HAS_FLASH_CPU", False)
     return request.param
 
 

@@ -230,6 +230,82 @@ def test_threads_with_their_own_packs():
     assert all(entries[0].num_tokens == 2 * length for length, entries in results.items())
 
 
+def context_cache(context_layout, layout="segments", enabled=True):
+    return PackedMetadataCache(layout, enabled, HostReader(), context_layout)
+
+
+def shard_of_mixed(rank=0, size=2):
+    lengths = PACKS["mixed"][0]
+    return PackedSequence.from_lengths(lengths, 320 - sum(lengths)).shard(rank, size, 8)
+
+
+def flattened(metadata):
+    """Every value of context metadata, tensors as lists."""
+    if isinstance(metadata, torch.Tensor):
+        return metadata.tolist()
+    if isinstance(metadata, tuple):
+        return [flattened(value) for value in metadata]
+    return (
+        {name: flattened(value) for name, value in vars(metadata).items()}
+        if hasattr(metadata, "__dict__")
+        else metadata
+    )
+
+
+CONTEXTS = pytest.mark.parametrize("context_layout", ["gather", "ring"])
+
+
+@CONTEXTS
+@pytest.mark.parametrize("layout", ["segments", "varlen"])
+@pytest.mark.parametrize("window", [0, 7])
+def test_a_shard_is_planned_once_on_and_per_call_off_with_the_same_values_and_no_read(window, layout, context_layout):
+    part = shard_of_mixed()
+    on, off = (context_cache(context_layout, layout, enabled) for enabled in (True, False))
+    with OperatorWatch() as watch:
+        found = [on.for_sequence(part, window) for _ in range(3)]
+        built = [off.for_sequence(part, window) for _ in range(3)]
+    assert watch.synchronising == []
+    assert all(entry is found[0] for entry in found)
+    assert flattened(found[0]) == flattened(built[0])
+    assert (on.builds, on.reuses, on.host_reader.count) == (1, 2, 0)
+    assert (off.builds, off.reuses, off.host_reader.count) == (3, 0, 0)
+
+
+@CONTEXTS
+def test_f18_the_key_of_a_shard_holds_what_its_plan_depends_on(context_layout):
+    part, cache = shard_of_mixed(), context_cache(context_layout)
+    plans = {window: cache.for_sequence(part, window) for window in (0, 3, 7)}
+    assert cache.builds == 3
+    # A window as long as the longest WHOLE segment hides nothing, and a shorter one does, whatever this rank holds.
+    assert cache.for_sequence(part, 150) is plans[0]
+    assert cache.for_sequence(part, 100) is not plans[0]
+    for other in (
+        context_cache("ring" if context_layout == "gather" else "gather"),
+        context_cache(context_layout, "varlen"),
+    ):
+        assert other.for_sequence(part) is not plans[0]
+    assert {key[-1] for key in part.cache_entries} == {(0, 2, 8)}
+
+
+def test_f18_ranks_have_plans_of_their_own():
+    cache = context_cache("gather")
+    plans = [cache.for_sequence(shard_of_mixed(rank, size)) for rank, size in ((0, 2), (1, 2), (0, 4))]
+    assert cache.builds == 3
+    assert [plan.num_valid_tokens for plan in plans] == [130, 135, 63]
+
+
+def test_a_whole_micro_batch_takes_the_layout_of_one_rank():
+    cache, sequence = context_cache("ring"), pack("mixed")
+    assert type(cache.for_sequence(sequence)) is type(new_cache().for_sequence(sequence))
+
+
+def test_a_shard_in_a_model_that_was_not_built_for_it_is_a_mistake():
+    with pytest.raises(AssertionError, match="not built for split sequences"):
+        new_cache().for_sequence(shard_of_mixed())
+    with pytest.raises(ValueError, match="context_layout='p2p'"):
+        context_cache("p2p")
+
+
 def test_an_unknown_layout_is_named():
     with pytest.raises(ValueError, match="layout='ragged'"):
         new_cache("ragged")
