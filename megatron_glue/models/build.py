@@ -16,6 +16,7 @@ from torch import nn
 from megatron_glue.activation.manager import ActivationManager
 from megatron_glue.activation.parts import PartManagers
 from megatron_glue.activation.plan import ActivationPlan
+from megatron_glue.backends.attention_context import add_context_parallel
 from megatron_glue.backends.registry import Backends, resolve
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import RunConfig
@@ -32,6 +33,7 @@ from megatron_glue.moe.build import MoEExecution, MoEPlacement, build_moe_layer
 from megatron_glue.moe.layer import MoELayer
 from megatron_glue.moe.router import Router
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.context import context_exchange
 from megatron_glue.parallel.managed_block import ManagedBlock
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import Precision
@@ -104,7 +106,17 @@ def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltM
         attention_dropout=config.model.attention_dropout,
         host_reader=place.host_reader,
     )
-    cache = PackedMetadataCache(backends.attention_layout, config.accelerator.enable_metadata_cache, place.host_reader)
+    backends = add_context_parallel(
+        backends,
+        context_exchange(place.mesh, config.parallel.cp_comm_type),
+        has_window=config.model.window_size > 0,
+    )
+    cache = PackedMetadataCache(
+        backends.attention_layout,
+        config.accelerator.enable_metadata_cache,
+        place.host_reader,
+        backends.context_layout,
+    )
     plan = StagePlan.from_config(config)
     shared = _Shared(
         config, vocab_size, place, LayerBuild(backends, cache, config.training.seed, place.mesh), precision
