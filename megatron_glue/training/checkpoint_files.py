@@ -187,7 +187,24 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged, lists no files")
+    # Those of the first version have no checksum of their own.
+    if manifest.get("sha256", _digest_of_list(files)) != _digest_of_list(files):
+        raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged, its list differs from the one that was saved")
     return files
+
+
+def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
+    """Write the list of a checkpoint's files, with a checksum of its own, durably.
+
+    Args:
+        folder: The unpublished folder.
+        entries: See :func:`describe_files`.
+    """
+    write_durably(folder / MANIFEST_NAME, to_json({"sha256": _digest_of_list(entries), "files": entries}))
+
+
+def _digest_of_list(entries: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def start_folder(root: Path, step: int) -> Path:

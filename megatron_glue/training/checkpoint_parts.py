@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_glue.parallel.flat_range import FlatRange
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.shard_spec import ShardSpec
 
@@ -66,17 +67,22 @@ class GlobalTensor:
         return cls(tuple(shape), dtype, tuple(part for part in parts if part.tensor.numel()))
 
 
-def place(tensor: Tensor, spec: ShardSpec | None, mesh: ParallelMesh) -> GlobalTensor:
-    """Find the box that a parameter, or something shaped like it, is.
+def place(tensor: Tensor | FlatRange, spec: ShardSpec | None, mesh: ParallelMesh) -> GlobalTensor:
+    """Find the box that a parameter, or something shaped like it, is; or the boxes, where it was flattened and cut.
 
     Args:
-        tensor: Plain, or a DTensor that FSDP2 made.
+        tensor: Plain, a DTensor that FSDP2 made, or a range that ZeRO made.
         spec: Place of the parameter; ``None`` if it is whole on every rank.
         mesh: The run's mesh.
 
     Returns:
-        The tensor with at most one part, which shares its memory and counts writes to it.
+        The tensor with its parts here, which share its memory and count writes to it.
     """
+    if isinstance(tensor, FlatRange):
+        assert spec is not None, "a parameter that was cut has a spec"
+        region = spec.local_slices(mesh.axis_sizes, mesh.axis_ranks)
+        parts = parts_of_range(region, tensor.values, tensor.start)
+        return GlobalTensor(spec.global_shape, tensor.values.dtype, parts)
     # detach() keeps the version counter: a load then counts as a write, and compute copies are refreshed.
     tensor = tensor.detach()
     if spec is None:

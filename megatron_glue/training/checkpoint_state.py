@@ -8,18 +8,19 @@ tensors are JSON. Hyperparameters are no state: they are in the configuration, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import megatron_glue
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import field_specs, flag_of, value_to_word
 from megatron_glue.config.loading import as_dict
 from megatron_glue.config.sections import RunConfig
+from megatron_glue.parallel.flat_range import get_master
 from megatron_glue.parallel.gather import global_name
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.shard_spec import get_shard_spec
@@ -27,6 +28,7 @@ from megatron_glue.training.checkpoint_files import CheckpointError
 from megatron_glue.training.checkpoint_index import SavedTensor
 from megatron_glue.training.checkpoint_parts import GlobalTensor, place
 from megatron_glue.training.optimizer import GuardedAdamW
+from megatron_glue.training.optimizer_zero import ZeroAdamW
 
 FORMAT = 1
 
@@ -54,14 +56,16 @@ class TrainingState:
         counters: The caller's own facts, JSON values with string keys. Only written; a load returns them.
         data_position: Position in the data, JSON values, the same on all ranks. Only written; a load returns it.
         provenance: Field name -> where its value came from. Only written, and only for values that are no defaults.
+        after_load: Called on all ranks together once everything has been read (``DataParallelEngine.after_load``).
     """
 
     model: nn.Module
-    optimizer: GuardedAdamW | None
+    optimizer: GuardedAdamW | ZeroAdamW | None
     config: RunConfig
     counters: Mapping[str, Any]
     data_position: Mapping[str, Any]
     provenance: Mapping[str, str] = field(default_factory=dict)
+    after_load: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -102,16 +106,14 @@ def collect_tensors(state: TrainingState, mesh: ParallelMesh) -> dict[str, Globa
             seen.add(id(tensor))
             key = f"model.{global_name(name, tensor)}"
             assert key not in tensors, f"two tensors are called {key}"
-            tensors[key] = place(tensor, get_shard_spec(tensor), mesh)
+            tensors[key] = place(get_master(tensor) or tensor, get_shard_spec(tensor), mesh)
     if state.optimizer is not None:
         for name, param, moments in state.optimizer.named_state():
             for key, tensor in moments.items():
-                if isinstance(tensor, GlobalTensor):
-                    tensors[f"optimizer.{name}.{key}"] = tensor
-                else:
-                    # A counter is a replicated scalar, whatever its parameter is.
-                    spec = get_shard_spec(param) if tensor.dim() else None
-                    tensors[f"optimizer.{name}.{key}"] = place(tensor, spec, mesh)
+                # A counter is a replicated scalar, whatever its parameter is.
+                is_counter = isinstance(tensor, Tensor) and tensor.dim() == 0
+                spec = None if is_counter else get_shard_spec(param)
+                tensors[f"optimizer.{name}.{key}"] = place(tensor, spec, mesh)
     return tensors
 
 

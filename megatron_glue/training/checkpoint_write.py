@@ -182,4 +182,4 @@ def finish_folder(
     write_index(folder, index)
     tensors.write_dcp_metadata(folder, index)
     entries = entries | files.describe_files(path for path in sorted(folder.iterdir()) if path.name not in entries)
-    files.write_durably(folder / files.MANIFEST_NAME, files.to_json({"files": entries}))
+    files.write_manifest(folder, entries)
