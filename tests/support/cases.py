@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_glue.config.loading import from_dict
 from megatron_glue.config.sections import RunConfig
+from megatron_glue.training.sample_documents import write_sample_documents
 
 
 def write_corpus(path: Path, num_documents: int = 64, seed: int = 0) -> Path:
     """Write documents of skewed lengths, 1 to about 200 bytes, as JSONL."""
-    rng = np.random.default_rng(seed)
-    words = ["def", "return", "self", "value", "for", "in", "range", "None", "x", "index", "key", "=", "+", "(", ")"]
-    with path.open("w") as file:
-        for _ in range(num_documents):
-            count = int(min(rng.lognormal(2.0, 0.8), 40)) + 1
-            file.write(json.dumps({"text": " ".join(rng.choice(words, count))}) + "\n")
-    return path
+    return write_sample_documents(path, num_documents, seed)
 
 
 def small_config(corpus: Path | str, **overrides: Any) -> RunConfig:
