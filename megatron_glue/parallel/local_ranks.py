@@ -15,6 +15,7 @@ import io
 import math
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_glue.config.environment import set_environment_default
+from megatron_glue.config.environment import LAUNCHER_NAMES, set_environment_default
 
 DEFAULT_TIMEOUT_S = 60.0
 # Whatever is slow to import and starts no threads. FSDP2's hooks pull the compiler in.
@@ -65,12 +66,15 @@ class LocalGroup:
         timeout_s: Wall-clock limit for all ranks together; what still runs then is killed.
         collective_timeout_s: Longest wait for another rank inside one collective; ``None``: ``timeout_s``.
         device_type: ``cpu`` for gloo, ``cuda`` for gloo and NCCL; then rank r computes on GPU r.
+        is_made_by_ranks: The ranks make the group themselves, as an entry point does, out of the variables that a
+            launcher sets. One rank gets no variables: an entry point then runs without a group.
     """
 
     world_size: int
     timeout_s: float = DEFAULT_TIMEOUT_S
     collective_timeout_s: float | None = None
     device_type: str = "cpu"
+    is_made_by_ranks: bool = False
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -98,7 +102,7 @@ def run_on_ranks(function: Callable[..., Any], group: LocalGroup, *args: Any) ->
     """
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous = f"file://{Path(folder) / 'rendezvous'}"
+        rendezvous = str(_free_port()) if group.is_made_by_ranks else f"file://{Path(folder) / 'rendezvous'}"
         readers: dict[Any, int] = {}
         processes = []
         for rank in range(group.world_size):
@@ -159,18 +163,7 @@ def _rank_main(
 ) -> None:
     """Body of one rank's process."""
     try:
-        # Without this gloo resolves the machine's host name, which need not lead anywhere.
-        set_environment_default("GLOO_SOCKET_IFNAME", "lo")
-        torch.set_num_threads(1)
-        if group.device_type == "cuda":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(
-            "gloo" if group.device_type == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=rendezvous,
-            rank=rank,
-            world_size=group.world_size,
-            timeout=timedelta(seconds=group.collective_timeout_s or group.timeout_s),
-        )
+        _prepare_rank(rank, group, rendezvous)
         buffer = io.BytesIO()
         torch.save(function(rank, group.world_size, *args), buffer)
         if dist.is_initialized():
@@ -182,3 +175,31 @@ def _rank_main(
         # Peers may still wait in a collective with this rank: leave at once, without the interpreter's shutdown.
         writer.close()
         os._exit(1)
+
+
+def _prepare_rank(rank: int, group: LocalGroup, rendezvous: str) -> None:
+    """Make the group, or leave everything for making it."""
+    # Without this gloo resolves the machine's host name, which need not lead anywhere.
+    set_environment_default("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    if not group.is_made_by_ranks:
+        if group.device_type == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "gloo" if group.device_type == "cpu" else "cpu:gloo,cuda:nccl",
+            init_method=rendezvous,
+            rank=rank,
+            world_size=group.world_size,
+            timeout=timedelta(seconds=group.collective_timeout_s or group.timeout_s),
+        )
+    elif group.world_size > 1:
+        values = (rank, rank, group.world_size, group.world_size, "127.0.0.1", rendezvous)
+        for name, value in zip(LAUNCHER_NAMES, values, strict=True):
+            set_environment_default(name, str(value))
+
+
+def _free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -44,12 +44,13 @@ SUMMARY_NAME = "summary.json"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
-def main(defaults: RunConfig, argv: Sequence[str] | None = None) -> int:
+def main(defaults: RunConfig, argv: Sequence[str] | None = None, watch: Callable[[Session], None] | None = None) -> int:
     """Run one training from the command line.
 
     Args:
         defaults: The entry point's own defaults.
         argv: Words behind the program's name; ``None``: those of this process.
+        watch: Called with the session before its first step, by tools that observe a run.
 
     Returns:
         The exit code.
@@ -59,7 +60,7 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None) -> int:
     try:
         environment = RankEnvironment.from_mapping(environ)
         resolved = resolve_config(sys.argv[1:] if argv is None else argv, environ, defaults)
-        return _run(resolved, environment)
+        return _run(resolved, environment, watch)
     except ConfigError as error:
         return _report(error, EXIT_USAGE, environment)
     except (CheckpointError, OSError) as error:
@@ -84,7 +85,7 @@ def _report(error: object, code: int, environment: RankEnvironment) -> int:
     return code
 
 
-def _run(resolved: ResolvedConfig, environment: RankEnvironment) -> int:
+def _run(resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable[[Session], None] | None) -> int:
     config = resolved.config
     logging.basicConfig(level=config.accelerator.log_level.upper(), format="%(name)s: %(message)s")
     device = choose_device(config.training.device, environment)
@@ -106,6 +107,8 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment) -> int:
                 return 0
             monitor = _open(session, start, resolved, warnings)
             saver.say = monitor.say
+            if watch is not None:
+                watch(session)
             try:
                 heldout_loss = train(Run(session, saver, monitor))
             finally:

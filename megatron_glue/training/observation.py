@@ -139,7 +139,9 @@ def _train(config: RunConfig, place: ObservedPlace, num_steps: int) -> dict[str,
 
     def watch(step_batches: list[PackedBatch]) -> list[PackedBatch]:
         step = session.iteration
-        batches.extend({"step": step, "micro_batch": i, **_describe(batch)} for i, batch in enumerate(step_batches))
+        batches.extend(
+            {"step": step, "micro_batch": i, **describe_batch(batch)} for i, batch in enumerate(step_batches)
+        )
         return step_batches
 
     try:
@@ -170,8 +172,16 @@ def _train(config: RunConfig, place: ObservedPlace, num_steps: int) -> dict[str,
     }
 
 
-def _describe(batch: PackedBatch) -> dict[str, Any]:
-    """What ranks that share this micro-batch must agree about."""
+def describe_batch(batch: PackedBatch) -> dict[str, Any]:
+    """What ranks that share a micro-batch must agree about.
+
+    Args:
+        batch: A rank's micro-batch.
+
+    Returns:
+        ``pack_ids`` and, as texts that are equal or not, ``documents`` of the whole micro-batch and ``rows`` of this
+        rank's part of it, which holds ``num_tokens``.
+    """
     sequence = batch.sequence
     tensors = (batch.input_ids_T, batch.labels_T, sequence.segment_ids_T, sequence.positions_T)
     return {
