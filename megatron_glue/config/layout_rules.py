@@ -12,6 +12,7 @@ from typing import Any
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import RunConfig
+from megatron_glue.config.stage_plan import layer_problems, schedule_problems
 
 Rule = Callable[[RunConfig, int], Iterator[ConfigError]]
 
@@ -158,13 +159,11 @@ def _context(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
             f"{cp_size} context-parallel ranks cut every document into {2 * cp_size} pieces",
             f"use a multiple of {2 * cp_size}",
         )
-    if config.model.attention_dropout and config.parallel.cp_comm_type == "p2p":
-        yield _error(
-            "cp_comm_type",
-            "p2p",
-            "the ring cannot drop attention probabilities",
-            "give --cp-comm-type allgather or --attention-dropout 0",
-        )
+
+
+def _pipeline(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    yield from layer_problems(config)
+    yield from schedule_problems(config, world_size)
 
 
 def _deepspeed(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
@@ -199,7 +198,7 @@ def _deepspeed(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
         )
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (_world, _tensor, _context, _deepspeed)
+LAYOUT_RULES: tuple[Rule, ...] = (_world, _tensor, _context, _pipeline, _deepspeed)
 """Rules about the layout, most basic first."""
 
 

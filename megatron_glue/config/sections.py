@@ -192,7 +192,8 @@ class DataConfig(Section):
     segment_alignment: PositiveInt = option(
         1,
         "Places that a document takes in a pack are rounded up to a multiple of this, in tokens. Context parallelism "
-        "needs a multiple of 2 x its size; packs depend on it, not on the layout; off: 1.",
+        "needs a multiple of 2 x its size; packs depend on it, not on the layout, so take 2 x the largest size that "
+        "will ever go on with the run. More only leaves more places empty (see the packing efficiency); off: 1.",
     )
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = option(0.02, "Share of documents kept for evaluation.")
     packing_window: PositiveInt = option(256, "Documents that first-fit-decreasing looks at together.")

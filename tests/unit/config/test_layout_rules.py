@@ -14,6 +14,23 @@ EXPERTS = {"num_experts": 8}
 TP2 = {"tensor_model_parallel_size": 2}
 
 BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
+    (
+        "layers by pp",
+        {"parallel": {"pipeline_model_parallel_size": 8}},
+        8,
+        "--pipeline-model-parallel-size",
+        "--num-layers 4",
+    ),
+    (
+        "zb recomputed",
+        {
+            "parallel": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb"},
+            "activation": {"recompute_granularity": "full"},
+        },
+        2,
+        "--pipeline-schedule",
+        "two passes",
+    ),
     ("world by tp", {"parallel": TP2}, 3, "WORLD_SIZE", "no multiple"),
     ("sp alone", {"parallel": {"sequence_parallel": True}}, 1, "--sequence-parallel", "there is one"),
     ("heads by tp", {"parallel": {"tensor_model_parallel_size": 8}}, 8, "--tensor-model-parallel-size", "heads 4"),
@@ -72,17 +89,6 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         1,
         "--segment-alignment",
         "--max-segment-tokens 100",
-    ),
-    (
-        "dropout in a ring",
-        {
-            "parallel": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
-            "data": {"segment_alignment": 4},
-            "model": {"attention_dropout": 0.1},
-        },
-        2,
-        "--cp-comm-type",
-        "cannot drop",
     ),
     (
         "replicas under ddp",
