@@ -50,6 +50,8 @@ class StagePlan:
             raise error
         parallel, num_layers = config.parallel, config.model.num_layers
         num_ranks = parallel.pipeline_model_parallel_size
+        if num_ranks == 1:
+            return cls((range(num_layers),))
         counts = _spread(
             num_layers,
             num_ranks * _stages_per_rank(config),
@@ -93,10 +95,6 @@ def layer_problems(config: RunConfig) -> Iterator[ConfigError]:
         if (layers := getattr(parallel, field)) is not None
     }
     if num_ranks == 1:
-        if per_virtual is not None:
-            ends["num_layers_per_virtual_pipeline_stage"] = per_virtual
-        for field, layers in ends.items():
-            yield ConfigError(flag_of(field), layers, "there is no pipeline", _MORE_RANKS)
         return
     num_stages = num_ranks * _stages_per_rank(config)
     if num_layers < num_stages:
@@ -131,7 +129,7 @@ def schedule_problems(config: RunConfig, world_size: int) -> Iterator[ConfigErro
     """Yield what keeps the schedule from running, as torch demands it and before anything is built.
 
     Args:
-        config: A configuration whose sizes divide the world and the global batch.
+        config: The configuration of a run.
         world_size: Number of ranks.
     """
     parallel, training = config.parallel, config.training
@@ -159,6 +157,8 @@ def schedule_problems(config: RunConfig, world_size: int) -> Iterator[ConfigErro
         )
     split = parallel.tensor_model_parallel_size * num_ranks * parallel.context_parallel_size
     packs = training.micro_batch_size * (world_size // split)
+    if world_size % split or training.global_batch_size % packs:
+        return
     num_micro_batches = training.global_batch_size // packs
     if schedule_kind(config) == "1f1b" and num_micro_batches < num_ranks:
         yield ConfigError(
@@ -176,9 +176,6 @@ def schedule_problems(config: RunConfig, world_size: int) -> Iterator[ConfigErro
             f"{num_ranks} pipeline ranks",
             f"use e.g. {packs * num_ranks * num_rounds}",
         )
-
-
-_MORE_RANKS = "give --pipeline-model-parallel-size, or leave it unset"
 
 
 def _stages_per_rank(config: RunConfig) -> int:

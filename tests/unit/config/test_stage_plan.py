@@ -32,6 +32,7 @@ def counts(num_layers: int, num_ranks: int, **parallel: Any) -> list[int]:
     ("num_layers", "num_ranks", "parallel", "expected"),
     [
         (4, 1, {}, [4]),
+        (4, 1, {"num_layers_per_virtual_pipeline_stage": 1, "decoder_first_pipeline_num_layers": 1}, [4]),
         (8, 4, {}, [2, 2, 2, 2]),
         (5, 2, {}, [3, 2]),
         (5, 4, {}, [2, 1, 1, 1]),
@@ -93,20 +94,6 @@ def test_1f1b_over_virtual_stages_is_the_interleaved_schedule() -> None:
             {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 4},
             "--decoder-first-pipeline-num-layers=3",
             "leaves 1 of --num-layers 8 for the other 0 stages",
-        ),
-        (
-            8,
-            1,
-            {"decoder_last_pipeline_num_layers": 4},
-            "--decoder-last-pipeline-num-layers=4",
-            "there is no pipeline",
-        ),
-        (
-            8,
-            1,
-            {"num_layers_per_virtual_pipeline_stage": 4},
-            "--num-layers-per-virtual-pipeline-stage=4",
-            "there is no pipeline",
         ),
     ],
 )
