@@ -159,7 +159,7 @@ class _ColumnLinear(torch.autograd.Function):
         tp: TensorParallel = ctx.tp
         (grad_TO,) = grad_outputs
         x_SD, weight_OD = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = (_is_asked_for(ctx, index) for index in range(3))
         # Each exchange starts before a product that it runs beside: the gather before grad W, the sum before grad^T x.
         gathering = start_all_gather_rows(x_SD, tp.group) if needs_weight and tp.sequence_parallel else None
         summing = start_sum_into_stream(grad_TO @ weight_OD, tp) if needs_x else None
@@ -168,6 +168,22 @@ class _ColumnLinear(torch.autograd.Function):
         if needs_weight:
             grad_weight_OD = grad_TO.t() @ (x_SD if gathering is None else gathering.wait())
         return None if summing is None else summing.wait(), grad_weight_OD, grad_bias_O, None
+
+
+def _is_asked_for(ctx: Any, index: int) -> bool:
+    """Whether the present backward pass wants the gradient of an argument with none but tensors before it.
+
+    ``needs_input_grad`` speaks of the graph, not of the pass: a zero-bubble pipeline runs one pass for the gradients of
+    inputs and a later one for those of weights, and each would compute, and exchange, for both.
+    """
+    if not ctx.needs_input_grad[index]:
+        return False
+    node = ctx.next_functions[index][0]
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # Raised for a leaf whose gradient autograd.grad() is asked for.
+        return True
 
 
 class _ReduceRows(torch.autograd.Function):

@@ -202,6 +202,34 @@ def test_recompute_repeats_the_gather_but_not_the_last_exchange() -> None:
         assert counts == {"gather": 0, "reduce_scatter": 0, "all_reduce": 1}
 
 
+def backward_in_two_passes(rank: int, world_size: int, is_sequence_parallel: bool, is_leaf: bool) -> list[list[str]]:
+    """As a zero-bubble pipeline asks for gradients: those of inputs first, those of weights later."""
+    tp = ranks_of_world(rank, world_size, is_sequence_parallel)
+    own = Problem(torch.float64).part(tp)
+    weights = [own.up, own.up_bias]
+    inputs = weights if is_leaf else [weight * 1.0 for weight in weights]
+    x = own.x * 1.0
+    hidden = column_linear(x, inputs[0], inputs[1], tp)
+    probe = torch.ones_like(hidden)
+    expected = torch.autograd.grad(hidden, [x, *weights], probe, retain_graph=True)
+    with CollectiveWatch() as first:
+        actual = torch.autograd.grad(hidden, [x], probe, retain_graph=True)
+    with CollectiveWatch() as second:
+        actual += torch.autograd.grad(hidden, weights, probe)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    return [first.events, second.events]
+
+
+@pytest.mark.parametrize("is_leaf", [False, True], ids=["computed weight", "weight"])
+def test_gradients_of_inputs_and_weights_can_be_computed_apart(is_leaf: bool) -> None:
+    for inputs, weights in run_distributed(backward_in_two_passes, 2, True, is_leaf):
+        assert inputs == ["product", "reduce_scatter", "reduce_scatter done"]
+        assert weights == ["gather", "gather done", "product"]
+    for inputs, weights in run_distributed(backward_in_two_passes, 2, False, is_leaf):
+        assert inputs == ["product", "all_reduce", "all_reduce done"]
+        assert weights == ["product"]
+
+
 def rows_of_all(rank: int, world_size: int) -> list[Tensor]:
     x = torch.full((2, 3), float(rank), requires_grad=True)
     gathered = gather_rows(x, ranks_of_world(rank, world_size, True))
