@@ -138,6 +138,8 @@ def _collect(readers: dict[Any, int], timeout_s: float) -> list[Any]:
         for reader in ready:
             rank = pending.pop(reader)
             assert isinstance(reader, Connection)
+            failed_at: float | None
+            payload: Any
             try:
                 failed_at, payload = reader.recv()
             except EOFError:

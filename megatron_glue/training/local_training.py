@@ -90,7 +90,7 @@ def train_on_rank(rank: int, world_size: int, argv: Sequence[str], folder: str) 
 
         watch_batches(session, note)
 
-    with (Path(folder) / f"rank_{rank}.log").open("w", encoding="utf-8") as log:
-        with redirect_stdout(log), redirect_stderr(log):
-            code = main(GPT_DEFAULTS, argv, watch)
+    log_path = Path(folder) / f"rank_{rank}.log"
+    with log_path.open("w", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+        code = main(GPT_DEFAULTS, argv, watch)
     return report | {"code": code}
