@@ -14,14 +14,12 @@ Blocks of one shape are put together; a kernel that takes cumulative lengths get
 reads a device value. When it runs, once per micro-batch or once per layer, is decided in ``layers/packed_metadata.py``.
 
 Shape suffixes: V valid tokens of this rank, R rows that each rank hands to the others, L queries and K keys of one
-piece of a block.
+piece of a block, S segments, J jobs.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,7 +28,6 @@ from torch import Tensor
 from megatron_glue.backends.attention_metadata import effective_window, to_device
 from megatron_glue.types import ContextShard, PackedSequence
 
-Spans = tuple[tuple[int, int], tuple[int, int]]
 Rows = slice | Tensor
 """Rows of a tensor: one stretch, or int64 indices."""
 
@@ -105,25 +102,40 @@ class ContextMetadata:
     key_tokens: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One piece of queries and the keys at hand that it sees.
+@dataclass(frozen=True, eq=False)
+class _Jobs:
+    """Pieces of queries, each with the stretch of keys that it sees. Arrays are int64.
 
     Attributes:
-        kind: Jobs of one kind in one step have different queries.
-        first_query: Row of the first query.
-        num_queries: At least 1; they stand in one stretch.
-        key_rows: At least one row.
-        distance: Position of the first query less that of the first key; ``None`` if every query sees every key.
+        first_query_J: Row of the first query of each piece.
+        num_queries_J: At least 1. No two pieces have a query in common.
+        first_key_J: Place of the first key.
+        num_keys_J: At least 1. No two pieces have a key in common.
+        distance_J: Position of the first query less that of the first key; ``None`` if queries see all these keys.
         is_new: Whether no earlier job has these queries.
     """
 
-    kind: int
-    first_query: int
-    num_queries: int
-    key_rows: np.ndarray
-    distance: int | None
+    first_query_J: np.ndarray
+    num_queries_J: np.ndarray
+    first_key_J: np.ndarray
+    num_keys_J: np.ndarray
+    distance_J: np.ndarray | None
     is_new: bool
+
+    def where(self, chosen_J: np.ndarray) -> _Jobs:
+        """Return some of the jobs."""
+        return _Jobs(
+            self.first_query_J[chosen_J],
+            self.num_queries_J[chosen_J],
+            self.first_key_J[chosen_J],
+            self.num_keys_J[chosen_J],
+            None if self.distance_J is None else self.distance_J[chosen_J],
+            self.is_new,
+        )
+
+    def with_pairs(self) -> _Jobs:
+        """Leave out the jobs without a query or a key."""
+        return self.where((self.num_queries_J > 0) & (self.num_keys_J > 0))
 
 
 def build_context(sequence: PackedSequence, window: int, *, is_ring: bool, is_varlen: bool) -> ContextMetadata:
@@ -145,118 +157,113 @@ def build_context(sequence: PackedSequence, window: int, *, is_ring: bool, is_va
     window = effective_window(window, shard.lengths)
     num_rows = max(shard.num_valid_tokens_of_ranks)
     tokens_of_ranks = [shard.token_ids_of(rank)[:num_rows] for rank in range(shard.size)]
-    pool = _RowPool()
+    planner = _Planner(sequence.device, window, is_varlen)
     if is_ring:
         order = [(shard.rank - step) % shard.size for step in range(shard.size)]
-        plans = [_plan(_jobs_of_ring(shard, source, window), is_varlen, pool) for source in order]
-        key_tokens = [pool.add(tokens_of_ranks[source]) for source in order]
+        steps = [planner.plan(_jobs_of_ring(shard, source, window), None) for source in order]
+        key_tokens = [planner.add(tokens_of_ranks[source]) for source in order]
     else:
-        plans = [_plan(_jobs_of_gather(shard, tokens_of_ranks, window), is_varlen, pool)]
-        key_tokens = [pool.add(np.concatenate(tokens_of_ranks))]
-    upload = pool.upload(sequence.device)
-    biases: dict[tuple[int, int, int], Tensor] = {}
+        tokens = np.concatenate(tokens_of_ranks)
+        row_of_token = np.empty(shard.num_tokens, dtype=np.int64)
+        row_of_token[tokens] = np.arange(len(tokens))
+        steps = [planner.plan(_jobs_of_gather(shard, window), row_of_token)]
+        key_tokens = [planner.add(tokens)]
+    planner.upload()
     return ContextMetadata(
         num_tokens=sequence.num_tokens,
         num_valid_tokens=sequence.num_valid_tokens,
         num_exchanged_rows=num_rows,
-        steps=tuple(tuple(planned.build(upload, biases, window) for planned in plan) for plan in plans),
+        steps=tuple(tuple(planner.build(planned) for planned in step) for step in steps),
         query_tokens_V=sequence.token_ids_T[: sequence.num_valid_tokens],
-        key_tokens=tuple(upload[handle] for handle in key_tokens),
+        key_tokens=tuple(planner.array(handle) for handle in key_tokens),
     )
 
 
-def _jobs_of_gather(shard: ContextShard, tokens_of_ranks: list[np.ndarray], window: int) -> Iterator[_Job]:
-    """Yield each piece of this rank with its segment's tokens up to its end, wherever they stand among all rows."""
-    tokens = np.concatenate(tokens_of_ranks)
-    row_of_token = np.empty(shard.num_tokens, dtype=np.int64)
-    row_of_token[tokens] = np.arange(len(tokens))
-    row = 0
-    for first, pieces in zip(itertools.accumulate(shard.lengths, initial=0), shard.spans_of(shard.rank)):
-        for half, (begin, end) in enumerate(pieces):
-            if begin < end:
-                first_key = max(0, begin - window + 1) if window else 0
-                key_rows = row_of_token[first + first_key : first + end]
-                yield _Job(half, row, end - begin, key_rows, begin - first_key, True)
-                row += end - begin
+def _rows_and_counts(pieces_S22: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each piece begins in its rank's rows, and how many tokens it has, [S, 2] each."""
+    counts_S2 = pieces_S22[:, :, 1] - pieces_S22[:, :, 0]
+    return (np.cumsum(counts_S2) - counts_S2.ravel()).reshape(counts_S2.shape), counts_S2
 
 
-def _jobs_of_ring(shard: ContextShard, source: int, window: int) -> Iterator[_Job]:
-    """Yield what this rank's queries see of the keys of one rank."""
-    row, key_row = 0, 0
-    for own, other in zip(shard.spans_of(shard.rank), shard.spans_of(source), strict=True):
-        early, late = (end - begin for begin, end in own)
-        early_keys, late_keys = (end - begin for begin, end in other)
-        if window:
-            yield from _windowed_jobs((own, row), (other, key_row), window, source == shard.rank)
-        elif source == shard.rank:
-            # Its two pieces, one behind the other, are in the order of positions.
-            yield from _stretch(row, early + late, key_row, early + late, 0, True)
-        elif source < shard.rank:
-            yield from _stretch(row, early + late, key_row, early_keys, None, False)
-        else:
-            yield from _stretch(row + early, late, key_row, early_keys + late_keys, None, False)
-        row += early + late
-        key_row += early_keys + late_keys
+def _jobs_of_gather(shard: ContextShard, window: int) -> list[_Jobs]:
+    """Return each piece of this rank with its segment's tokens up to its end. Keys are places in the micro-batch."""
+    pieces_S22 = shard.pieces_of(shard.rank)
+    rows_S2, counts_S2 = _rows_and_counts(pieces_S22)
+    jobs = []
+    for half in (0, 1):
+        begin_S, end_S = pieces_S22[:, half, 0], pieces_S22[:, half, 1]
+        first_S = np.maximum(begin_S - window + 1, 0) if window else np.zeros_like(begin_S)
+        keys_S = shard.first_tokens_S + first_S
+        jobs.append(_Jobs(rows_S2[:, half], counts_S2[:, half], keys_S, end_S - first_S, begin_S - first_S, True))
+    return [of_half.with_pairs() for of_half in jobs]
 
 
-def _stretch(
-    row: int, num_queries: int, key_row: int, num_keys: int, distance: int | None, is_new: bool
-) -> Iterator[_Job]:
-    if num_queries and num_keys:
-        yield _Job(0, row, num_queries, np.arange(key_row, key_row + num_keys), distance, is_new)
+def _jobs_of_ring(shard: ContextShard, source: int, window: int) -> list[_Jobs]:
+    """Return what this rank's queries see of the keys of one rank. Keys are rows of that rank."""
+    pieces_S22, key_pieces_S22 = shard.pieces_of(shard.rank), shard.pieces_of(source)
+    (rows_S2, counts_S2), (key_rows_S2, key_counts_S2) = map(_rows_and_counts, (pieces_S22, key_pieces_S22))
+    is_self = source == shard.rank
+    if window:
+        # A query's own piece first: it always sees itself there. No early piece sees a late one.
+        return [
+            part.with_pairs()
+            for half, key_half in ((0, 0), (1, 1), (1, 0))
+            for part in _windowed_jobs(
+                (pieces_S22[:, half], rows_S2[:, half]),
+                (key_pieces_S22[:, key_half], key_rows_S2[:, key_half]),
+                window,
+                is_self and half == key_half,
+            )
+        ]
+    first_row_S, num_S = rows_S2[:, 0], counts_S2.sum(axis=1)
+    first_key_S, num_keys_S = key_rows_S2[:, 0], key_counts_S2.sum(axis=1)
+    if is_self:
+        # Its two pieces, one behind the other, are in the order of positions.
+        jobs = _Jobs(first_row_S, num_S, first_key_S, num_keys_S, np.zeros_like(num_S), True)
+    elif source < shard.rank:
+        jobs = _Jobs(first_row_S, num_S, first_key_S, key_counts_S2[:, 0], None, False)
+    else:
+        jobs = _Jobs(rows_S2[:, 1], counts_S2[:, 1], first_key_S, num_keys_S, None, False)
+    return [jobs.with_pairs()]
 
 
-def _windowed_jobs(own: tuple[Spans, int], other: tuple[Spans, int], window: int, is_self: bool) -> Iterator[_Job]:
-    """Yield what each piece of queries sees of each piece of keys through a window: every query at least one key."""
-    (pieces, row), (key_pieces, key_row) = own, other
-    first_rows = (row, row + pieces[0][1] - pieces[0][0])
-    first_key_rows = (key_row, key_row + key_pieces[0][1] - key_pieces[0][0])
-    # No early piece sees a late one.
-    for half, key_half in ((0, 0), (1, 1), (1, 0)):
-        (begin, end), (key_begin, key_end) = pieces[half], key_pieces[key_half]
-        first_key, last_key = max(key_begin, begin - window + 1), min(key_end, end)
-        last = min(end, last_key + window - 1)
-        if begin >= last or first_key >= last_key:
-            continue
-        sees_all = last_key <= begin and last - 1 - first_key < window
-        rows = np.arange(first_key, last_key) + (first_key_rows[key_half] - key_begin)
-        yield _Job(
-            kind=2 * half + key_half,
-            first_query=first_rows[half],
-            num_queries=last - begin,
-            key_rows=rows,
-            distance=None if sees_all else begin - first_key,
-            is_new=is_self and half == key_half,
-        )
+def _windowed_jobs(
+    queries: tuple[np.ndarray, np.ndarray], keys: tuple[np.ndarray, np.ndarray], window: int, is_new: bool
+) -> list[_Jobs]:
+    """Return what pieces of queries see of pieces of keys through a window: the bands, and what they see as a whole.
 
+    Cut so that every query sees a key and every key is seen.
 
-class _RowPool:
-    """Gathers index arrays, so that they reach the device in one copy."""
-
-    def __init__(self) -> None:
-        self._arrays: list[np.ndarray] = []
-
-    def add(self, array: np.ndarray) -> int:
-        """Return a handle for the result of :meth:`upload`."""
-        self._arrays.append(array)
-        return len(self._arrays) - 1
-
-    def add_rows(self, rows: np.ndarray) -> slice | int:
-        """Return the rows as one stretch if they are one, else a handle."""
-        first, count = int(rows[0]), len(rows)
-        if rows[-1] - first == count - 1 and (np.diff(rows) == 1).all():
-            return slice(first, first + count)
-        return self.add(rows)
-
-    def upload(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return all arrays on the device, in the order in which they were added."""
-        flat = np.concatenate([np.empty(0, dtype=np.int64), *self._arrays])
-        return to_device(flat, device).split([len(array) for array in self._arrays])
+    Args:
+        queries: Positions [S, 2] of the pieces, and their first rows [S].
+        keys: Likewise.
+        window: Positive.
+        is_new: See :class:`_Jobs`.
+    """
+    (pieces_S2, rows_S), (key_pieces_S2, key_rows_S) = queries, keys
+    begin_S = pieces_S2[:, 0]
+    first_key_S = np.maximum(key_pieces_S2[:, 0], begin_S - window + 1)
+    end_key_S = np.minimum(key_pieces_S2[:, 1], pieces_S2[:, 1])
+    end_S = np.minimum(pieces_S2[:, 1], end_key_S + window - 1)
+    # Keys behind the queries leave an empty stretch, which with_pairs() drops.
+    jobs = _Jobs(
+        rows_S,
+        end_S - begin_S,
+        key_rows_S + first_key_S - key_pieces_S2[:, 0],
+        end_key_S - first_key_S,
+        begin_S - first_key_S,
+        is_new,
+    )
+    sees_all_S = (end_key_S <= begin_S) & (end_S - 1 - first_key_S < window)
+    return [jobs.where(~sees_all_S), replace(jobs.where(sees_all_S), distance_J=None)]
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A block whose indices are not yet on the device. See :class:`Block` and :class:`VarlenBlock`."""
+    """A block whose indices are not yet on the device. See :class:`Block` and :class:`VarlenBlock`.
+
+    Rows and boundaries are handles of the planner's arrays, or rows that are one stretch.
+    """
 
     query_rows: slice | int
     key_rows: slice | int
@@ -266,82 +273,118 @@ class _Planned:
     is_new: bool
     distance: int | None
 
-    def build(
-        self, upload: tuple[Tensor, ...], biases: dict[tuple[int, int, int], Tensor], window: int
-    ) -> Block | VarlenBlock:
-        query_rows, key_rows = (
-            rows if isinstance(rows, slice) else upload[rows] for rows in (self.query_rows, self.key_rows)
+
+class _Planner:
+    """Puts jobs together that one kernel call can do, and brings all index arrays to the device in one copy."""
+
+    def __init__(self, device: torch.device, window: int, is_varlen: bool) -> None:
+        self._device, self._window, self._is_varlen = device, window, is_varlen
+        self._arrays: list[np.ndarray] = []
+        self._uploaded: tuple[Tensor, ...] = ()
+        self._bands: dict[tuple[int, int, int], Tensor] = {}
+
+    def add(self, array: np.ndarray) -> int:
+        """Return a handle for :meth:`array`."""
+        self._arrays.append(array)
+        return len(self._arrays) - 1
+
+    def upload(self) -> None:
+        """Copy what was added so far."""
+        flat = to_device(np.concatenate(self._arrays), self._device)
+        self._uploaded = flat.split([len(array) for array in self._arrays])
+
+    def array(self, handle: int) -> Tensor:
+        """Return an array on the device, after :meth:`upload`."""
+        return self._uploaded[handle]
+
+    def plan(self, all_jobs: list[_Jobs], row_of_key: np.ndarray | None) -> list[_Planned]:
+        """Plan the blocks of one step.
+
+        Args:
+            all_jobs: Those with new queries first.
+            row_of_key: Row of each place that jobs name as a key; ``None`` if they name rows.
+        """
+        planned = []
+        for jobs in all_jobs:
+            if len(jobs.num_queries_J) == 0:
+                continue
+            if self._is_varlen and _is_aligned(jobs):
+                boundaries = (self.add(_boundaries(jobs.num_queries_J)), self.add(_boundaries(jobs.num_keys_J)))
+                planned.append(self._planned(jobs, row_of_key, boundaries))
+            else:
+                planned += [self._planned(group, row_of_key, None) for group in _groups_of_one_shape(jobs)]
+        return planned
+
+    def _planned(self, jobs: _Jobs, row_of_key: np.ndarray | None, boundaries: tuple[int, int] | None) -> _Planned:
+        return _Planned(
+            query_rows=self._add_rows(jobs.first_query_J, jobs.num_queries_J, None),
+            key_rows=self._add_rows(jobs.first_key_J, jobs.num_keys_J, row_of_key),
+            boundaries=boundaries,
+            lengths=(int(jobs.num_queries_J.max()), int(jobs.num_keys_J.max())),
+            num_pieces=len(jobs.num_queries_J),
+            is_new=jobs.is_new,
+            distance=None if jobs.distance_J is None else int(jobs.distance_J[0]),
         )
-        if self.boundaries is not None:
-            cu_seqlens_q, cu_seqlens_k = (upload[handle].to(torch.int32) for handle in self.boundaries)
-            is_causal = self.distance is not None
+
+    def _add_rows(self, firsts: np.ndarray, counts: np.ndarray, row_of_place: np.ndarray | None) -> slice | int:
+        """Return the rows of stretches of places: as a slice if they are one stretch themselves, else a handle."""
+        is_one = bool((firsts[1:] == (firsts + counts)[:-1]).all())
+        if is_one and row_of_place is None:
+            return slice(int(firsts[0]), int(firsts[-1] + counts[-1]))
+        ends = np.cumsum(counts)
+        rows = np.arange(ends[-1]) + np.repeat(firsts - (ends - counts), counts)
+        return self.add(rows if row_of_place is None else row_of_place[rows])
+
+    def build(self, planned: _Planned) -> Block | VarlenBlock:
+        """Return a block with its indices on the device."""
+        query_rows, key_rows = (
+            rows if isinstance(rows, slice) else self._uploaded[rows] for rows in (planned.query_rows, planned.key_rows)
+        )
+        if planned.boundaries is not None:
+            cu_seqlens_q, cu_seqlens_k = (self._uploaded[handle].to(torch.int32) for handle in planned.boundaries)
+            is_causal = planned.distance is not None
             return VarlenBlock(
                 query_rows,
                 key_rows,
                 cu_seqlens_q,
                 cu_seqlens_k,
-                *self.lengths,
-                is_new=self.is_new,
+                *planned.lengths,
+                is_new=planned.is_new,
                 is_causal=is_causal,
-                window=window if is_causal else 0,
+                window=self._window if is_causal else 0,
             )
-        num_queries, num_keys = self.lengths
-        is_causal = self.distance == 0 and num_queries == num_keys and (not window or num_keys <= window)
+        num_queries, num_keys = planned.lengths
+        is_hidden_by_window = 0 < self._window < num_keys
+        is_causal = planned.distance == 0 and num_queries == num_keys and not is_hidden_by_window
         bias_LK = None
-        if self.distance is not None and not is_causal:
-            key = (num_queries, num_keys, self.distance)
-            if key not in biases:
-                biases[key] = _band(key, window, upload[0].device)
-            bias_LK = biases[key]
-        return Block(query_rows, key_rows, self.num_pieces, self.is_new, is_causal, bias_LK)
+        if planned.distance is not None and not is_causal:
+            bias_LK = self._band((num_queries, num_keys, planned.distance))
+        return Block(query_rows, key_rows, planned.num_pieces, planned.is_new, is_causal, bias_LK)
+
+    def _band(self, shape: tuple[int, int, int]) -> Tensor:
+        """fp32 [L, K]: 0 where the key is not behind the query and inside its window, -inf elsewhere."""
+        if shape not in self._bands:
+            num_queries, num_keys, distance = shape
+            queries_L = torch.arange(num_queries, device=self._device) + distance
+            ahead_LK = queries_L[:, None] - torch.arange(num_keys, device=self._device)
+            hidden_LK = (ahead_LK < 0) | (ahead_LK >= (self._window or num_queries + num_keys + distance))
+            zeros_LK = torch.zeros(num_queries, num_keys, device=self._device)
+            self._bands[shape] = zeros_LK.masked_fill_(hidden_LK, float("-inf"))
+        return self._bands[shape]
 
 
-def _band(shape: tuple[int, int, int], window: int, device: torch.device) -> Tensor:
-    """fp32 [L, K]: 0 where the key is not behind the query and inside its window, -inf elsewhere."""
-    num_queries, num_keys, distance = shape
-    ahead_LK = torch.arange(num_queries, device=device)[:, None] + distance - torch.arange(num_keys, device=device)
-    hidden_LK = ahead_LK < 0
-    if window:
-        hidden_LK |= ahead_LK >= window
-    return torch.zeros(num_queries, num_keys, device=device).masked_fill_(hidden_LK, float("-inf"))
+def _is_aligned(jobs: _Jobs) -> bool:
+    """Whether the last query of each piece stands at its last key: that is what the varlen kernel calls causal."""
+    return jobs.distance_J is None or bool((jobs.distance_J == jobs.num_keys_J - jobs.num_queries_J).all())
 
 
-def _plan(jobs: Iterator[_Job], is_varlen: bool, pool: _RowPool) -> list[_Planned]:
-    """Put jobs together that one kernel call can do, in the order of their first."""
-    together: dict[tuple[object, ...], list[_Job]] = {}
-    for job in jobs:
-        num_keys = len(job.key_rows)
-        # The kernel for cumulative lengths aligns the last query with the last key.
-        is_aligned = job.distance is None or job.distance == num_keys - job.num_queries
-        if is_varlen and is_aligned:
-            key = (job.kind, job.is_new, job.distance is None)
-        else:
-            key = (job.kind, job.is_new, job.num_queries, num_keys, job.distance)
-        together.setdefault(key, []).append(job)
-    # Whatever has new queries comes first.
-    groups = sorted(together.items(), key=lambda item: not item[1][0].is_new)
-    planned = []
-    for key, group in groups:
-        num_queries = [job.num_queries for job in group]
-        num_keys = [len(job.key_rows) for job in group]
-        boundaries = None
-        if len(key) == 3:
-            boundaries = (pool.add(_boundaries(num_queries)), pool.add(_boundaries(num_keys)))
-        planned.append(
-            _Planned(
-                query_rows=pool.add_rows(
-                    np.concatenate([np.arange(job.first_query, job.first_query + job.num_queries) for job in group])
-                ),
-                key_rows=pool.add_rows(np.concatenate([job.key_rows for job in group])),
-                boundaries=boundaries,
-                lengths=(max(num_queries), max(num_keys)),
-                num_pieces=len(group),
-                is_new=group[0].is_new,
-                distance=group[0].distance,
-            )
-        )
-    return planned
+def _groups_of_one_shape(jobs: _Jobs) -> list[_Jobs]:
+    distance_J = np.zeros_like(jobs.num_queries_J) if jobs.distance_J is None else jobs.distance_J
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for index, shape in enumerate(zip(jobs.num_queries_J, jobs.num_keys_J, distance_J, strict=True)):
+        groups.setdefault(shape, []).append(index)
+    return [jobs.where(np.array(group)) for group in groups.values()]
 
 
-def _boundaries(counts: list[int]) -> np.ndarray:
-    return np.cumsum([0, *counts], dtype=np.int64)
+def _boundaries(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))

@@ -87,10 +87,6 @@ class ContextShard:
         edges = np.array([[rank, rank + 1], [2 * self.size - 1 - rank, 2 * self.size - rank]], dtype=np.int64)
         return np.minimum(edges * piece_lengths_S[:, None, None], lengths_S[:, None, None])
 
-    def spans_of(self, rank: int) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
-        """Return :meth:`pieces_of` as plain integers: per segment (first, end) of the early and of the late piece."""
-        return tuple(((a, b), (c, d)) for (a, b), (c, d) in self.pieces_of(rank).tolist())
-
     def token_ids_of(self, rank: int) -> np.ndarray:
         """Return which token of the whole micro-batch stands in each row of a rank.
 

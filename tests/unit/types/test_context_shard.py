@@ -25,7 +25,6 @@ def test_f13_pieces_follow_padded_boundaries_and_hold_real_tokens() -> None:
     assert cut.num_tokens == 20
     assert cut.pieces_of(0).tolist() == [[[0, 2], [5, 5]], [[0, 1], [3, 3]], [[0, 2], [6, 7]]]
     assert cut.pieces_of(1).tolist() == [[[2, 4], [4, 5]], [[1, 2], [2, 3]], [[2, 4], [4, 6]]]
-    assert cut.spans_of(1) == (((2, 4), (4, 5)), ((1, 2), (2, 3)), ((2, 4), (4, 6)))
     # Tokens of rank 0, then its 4 of the 5 padding tokens.
     assert cut.token_ids_of(0).tolist() == [0, 1, 5, 8, 9, 14, 15, 16, 17, 18]
     assert cut.token_ids_of(1).tolist() == [2, 3, 4, 6, 7, 10, 11, 12, 13, 19]
