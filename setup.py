@@ -12,6 +12,7 @@ EXTRAS = {
     "test": ["pytest>=8", "hypothesis>=6.100", "pytest-timeout>=2.3"],
     "lint": ["ruff==0.17.6", "pyright==1.1.414"],
     "bench": ["matplotlib>=3.8"],
+    "deepspeed": ["deepspeed>=0.19.8,<0.20"],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
 

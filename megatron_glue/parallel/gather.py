@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_glue.ops.dropout import derive_seed, seed_of_name
 from megatron_glue.parallel.collectives import max_over_ranks
+from megatron_glue.parallel.flat_range import get_master
 from megatron_glue.parallel.managed_block import canonical_name
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.shard_spec import get_shard_spec
@@ -30,7 +31,7 @@ def gather_full_parameters(model: nn.Module, mesh: ParallelMesh) -> dict[str, Te
     Returns:
         Global name -> tensor, the same keys and values under every layout.
     """
-    return gather_full_tensors(((name, p, p.detach()) for name, p in model.named_parameters()), mesh)
+    return gather_full_tensors(((name, p, _values(p, mesh)) for name, p in model.named_parameters()), mesh)
 
 
 def gather_full_gradients(model: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
@@ -68,6 +69,14 @@ def global_name(name: str, param: Tensor) -> str:
     """The name of a parameter that no layout changes: its spec's, else what is left of ``name`` without wrappers."""
     spec = get_shard_spec(param)
     return canonical_name(name) if spec is None else spec.global_name
+
+
+def _values(param: Tensor, mesh: ParallelMesh) -> Tensor:
+    """A parameter's fp32 values on this rank, also where the engine keeps them beside the parameter, and cut."""
+    master, spec = get_master(param), get_shard_spec(param)
+    if master is None or spec is None:
+        return param.detach()
+    return master.whole(spec.local_shape(mesh.axis_sizes), mesh.edp_group if spec.is_expert else mesh.dp_group)
 
 
 def _gather(value: Tensor, param: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -109,7 +118,7 @@ def differing_replicas(model: nn.Module, mesh: ParallelMesh) -> list[str]:
         return []
     own = {global_name(name, param): param for name, param in model.named_parameters()}
     rows = [
-        torch.stack([torch.tensor(seed_of_name(name)), torch.tensor(_slice_id(param, mesh)), _fingerprint(param).cpu()])
+        torch.stack([torch.tensor(seed_of_name(name)), torch.tensor(_slice_id(param, mesh)), fingerprint(param).cpu()])
         for name, param in own.items()
     ]
     table = torch.zeros(max_over_ranks(len(rows), mesh.world_group), 3, dtype=torch.int64)
@@ -157,7 +166,7 @@ def _slice_id(param: Tensor, mesh: ParallelMesh) -> int:
     return derive_seed(*parts)
 
 
-def _fingerprint(param: Tensor) -> Tensor:
+def fingerprint(param: Tensor) -> Tensor:
     """int64 scalar of a tensor's bits and their order; collisions are not adversary-proof, only unlikely."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     local = param.to_local() if isinstance(param, DTensor) else param

@@ -6,6 +6,8 @@ There is no autocast: a layer asks for its weight in the dtype of its activation
 - ddp and one process: parameters are the fp32 masters. ``local`` hands out a compute copy that hangs on the parameter
   and is refreshed only when the parameter has changed, so all micro-batches of a step, and recompute, share one cast.
   Fused optimizers write without telling autograd: ``track_updates`` makes them tell.
+- deepspeed: as the first, except where ZeRO keeps bf16 weights beside its fp32 masters. Then the parameter is bf16, and
+  one that is read in fp32 all the same comes with its unrounded values (``set_unrounded``).
 - fsdp2: the all-gather hands the layer parameters in the compute dtype already (``MixedPrecisionPolicy``), and the
   gradient is reduced in fp32. ``local`` then only strips the DTensor.
 
@@ -26,6 +28,7 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 
 _CACHE_ATTRIBUTE = "_compute_copy"
+_UNROUNDED_ATTRIBUTE = "_unrounded"
 _FULL_PRECISION_ATTRIBUTE = "_keeps_full_precision"
 _COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -88,6 +91,8 @@ def local(weight: Tensor, dtype: torch.dtype) -> Tensor:
         weight = weight.to_local()
     if weight.dtype == dtype:
         return weight
+    if dtype == torch.float32 and (unrounded := getattr(weight, _UNROUNDED_ATTRIBUTE, None)) is not None:
+        return _Unrounded.apply(weight, unrounded)
     if weight.dtype != torch.float32 or not weight.is_leaf or weight.is_inference():
         # Only masters are cached. FSDP2 refills its low-precision parameters without changing their version, an
         # intermediate lives for one use, and an inference tensor keeps no version.
@@ -106,6 +111,16 @@ def keep_full_precision(param: Tensor) -> None:
 def keeps_full_precision(param: Tensor) -> bool:
     """Whether :func:`keep_full_precision` marked the parameter."""
     return getattr(param, _FULL_PRECISION_ATTRIBUTE, False)
+
+
+def set_unrounded(param: Tensor, values: Tensor) -> None:
+    """Give a low-precision parameter the fp32 values that it was rounded from, for layers that read it in fp32.
+
+    Args:
+        param: The parameter.
+        values: fp32, of its shape. Whoever updates the parameter updates them.
+    """
+    setattr(param, _UNROUNDED_ATTRIBUTE, values)
 
 
 def track_updates(optimizer: torch.optim.Optimizer) -> None:
@@ -138,6 +153,19 @@ class _CachedCast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         return grad_outputs[0].to(ctx.master_dtype), None
+
+
+class _Unrounded(torch.autograd.Function):
+    """The fp32 values in forward; the gradient goes to the rounded parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, values: Tensor) -> Tensor:
+        ctx.weight_dtype = weight.dtype
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0].to(ctx.weight_dtype), None
 
 
 def _compute_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,8 +17,10 @@ from torch.nn import Parameter
 
 from megatron_glue.config.sections import OptimizerConfig
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.engines.deepspeed_storage import ZeroStorage
 from megatron_glue.parallel.gather import global_name
 from megatron_glue.parallel.precision import track_updates
+from megatron_glue.training.optimizer_zero import ZeroAdamW
 
 
 class GuardedAdamW:
@@ -37,6 +39,9 @@ class GuardedAdamW:
         names: Global name of each parameter.
         device: Where the parameters live.
         host_reader: Counts the foreach variant's reads.
+
+    Attributes:
+        run_update: What updates the parameters; DeepSpeed's engine puts its own step here, which calls the same.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class GuardedAdamW:
         host_reader: HostReader,
     ) -> None:
         self.torch_optimizer = optimizer
+        self.run_update: Callable[[], Any] = optimizer.step
         self.implementation = "fused" if optimizer.defaults["fused"] else "foreach"
         self._names = names
         self._host_reader = host_reader
@@ -55,9 +61,6 @@ class GuardedAdamW:
         self._skip_flag_on_host = self._skip_flag.numpy()
         self._skip_event = torch.cuda.Event() if device.type == "cuda" else None
         track_updates(optimizer)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                optimizer.state[param] = _initial_state(param, is_fused=self.implementation == "fused")
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: Tensor) -> None:
@@ -75,9 +78,9 @@ class GuardedAdamW:
         if self.implementation == "fused":
             # The attribute is the protocol between torch.amp.GradScaler and optimizers with fused kernels.
             self.torch_optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
-            self.torch_optimizer.step()
+            self.run_update()
         elif self._host_reader.read(skip) == 0:
-            self.torch_optimizer.step()
+            self.run_update()
         self._skip_flag.copy_(skip, non_blocking=True)
         if self._skip_event is not None:
             self._skip_event.record()
@@ -100,10 +103,38 @@ class GuardedAdamW:
     def named_state(self) -> Iterable[tuple[str, Parameter, dict[str, Tensor]]]:
         """Yield global name, parameter and its state: ``step``, ``exp_avg`` and ``exp_avg_sq``, all tensors.
 
-        The state exists from the start, so a checkpoint can be read into it before the first step.
+        A state that no step has made yet is made here, so a checkpoint can be read into it before the first step.
         """
         for param, name in self._names.items():
-            yield name, param, self.torch_optimizer.state[param]
+            state = self.torch_optimizer.state
+            if not state.get(param):
+                state[param] = self.initial_state(param)
+            yield name, param, state[param]
+
+    def initial_state(self, values: Tensor) -> dict[str, Tensor]:
+        """What AdamW itself would create in its first step; fused kernels want the counter on the device.
+
+        Args:
+            values: A parameter.
+        """
+        counter_device = values.device if self.implementation == "fused" else "cpu"
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=counter_device),
+            "exp_avg": torch.zeros_like(values, requires_grad=False, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(values, requires_grad=False, memory_format=torch.preserve_format),
+        }
+
+    def under_zero(self, engine: Any, storage: ZeroStorage) -> ZeroAdamW:
+        """Hand the torch optimizer over to DeepSpeed's ZeRO.
+
+        Args:
+            engine: DeepSpeed's engine, made from the model and the torch optimizer.
+            storage: Where it keeps this rank's parts.
+
+        Returns:
+            The optimizer to go on with; this one is not to be used any more.
+        """
+        return ZeroAdamW(self.torch_optimizer, self.initial_state, engine, storage)
 
     def _settle(self) -> None:
         """Count the previous step's flag, once."""
@@ -133,7 +164,7 @@ def build_optimizer(
         lr_multiplier_of: Factor on the learning rate by global parameter name.
 
     Returns:
-        The optimizer, its state allocated.
+        The optimizer. Its moments are made in the first step, or when they are asked for.
     """
     assert implementation in ("fused", "foreach"), "the registry chooses one of the two"
     names: dict[Parameter, str] = {}
@@ -167,12 +198,3 @@ def is_decayed(name: str, param: Tensor) -> bool:
     A bias is known by its name, because the biases of stacked experts or of a fused projection have two dims.
     """
     return param.dim() > 1 and "bias" not in name.rsplit(".", 1)[-1]
-
-
-def _initial_state(param: Parameter, *, is_fused: bool) -> dict[str, Tensor]:
-    """What AdamW itself would create in its first step; fused kernels want the counter on the device."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=param.device if is_fused else "cpu"),
-        "exp_avg": torch.zeros_like(param, requires_grad=False, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(param, requires_grad=False, memory_format=torch.preserve_format),
-    }

@@ -27,6 +27,7 @@ from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.parallel.agreement import together
 from megatron_glue.parallel.collectives import is_same_on_all_ranks
 from megatron_glue.parallel.data_parallel import DataParallelEngine
+from megatron_glue.parallel.engines.deepspeed_config import DeepSpeedRun
 from megatron_glue.parallel.gather import differing_replicas
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import LoadedCheckpoint, TrainingState
@@ -34,6 +35,7 @@ from megatron_glue.training.executor import StepExecutor, build_executor
 from megatron_glue.training.lr_schedule import LearningRateSchedule
 from megatron_glue.training.metrics import RunMetrics
 from megatron_glue.training.optimizer import GuardedAdamW, build_optimizer
+from megatron_glue.training.optimizer_zero import ZeroAdamW
 from megatron_glue.types import PackedBatch
 
 
@@ -97,7 +99,7 @@ class Session:
     built: BuiltModel
     engine: DataParallelEngine
     executor: StepExecutor
-    optimizer: GuardedAdamW
+    optimizer: GuardedAdamW | ZeroAdamW
     schedule: LearningRateSchedule
     data: SessionData
     host_reader: HostReader
@@ -126,6 +128,7 @@ class Session:
             counters=self.metrics.state_dict(),
             data_position=self.data.loader.state_dict(),
             provenance=self.provenance,
+            after_load=self.engine.after_load,
         )
 
     def adopt(self, loaded: LoadedCheckpoint) -> None:
@@ -160,7 +163,7 @@ def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, o
     data = _build_data(config, mesh, device)
     place = BuildPlace(mesh, device, host_reader, offload_dir)
     built = together(lambda: build_model(config, data.tokenizer.vocab_size, place), mesh.world_group)
-    engine = parallelize(built, mesh, config.parallel)
+    engine = parallelize(built, mesh, config.parallel, DeepSpeedRun.from_config(config, mesh, built.precision))
     differing = differing_replicas(engine.module, mesh)
     assert not differing, f"parameters differ between ranks before the first step: {differing[:3]}"
     named_parameters = engine.module.named_parameters()

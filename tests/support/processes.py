@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
+from megatron_glue.config.environment import set_environment_default
 from megatron_glue.parallel import local_ranks
 from megatron_glue.parallel.local_ranks import DEFAULT_TIMEOUT_S, LocalGroup, RankFailedError, run_on_ranks
 
 __all__ = ["RankFailedError", "run_distributed"]
+
+_PRELOADED = ["pytest"]
+if find_spec("deepspeed") is not None:
+    # Two seconds of imports in every rank of every test of its engine, which the server does once.
+    set_environment_default("DS_ACCELERATOR", "cpu")
+    _PRELOADED += ["deepspeed", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer"]
 
 
 def run_distributed(
@@ -33,5 +41,5 @@ def run_distributed(
     Raises:
         RankFailedError: If a rank raised, exited without an answer, or was killed at the limit. The others are ended.
     """
-    local_ranks.preload(["pytest"])
+    local_ranks.preload(_PRELOADED)
     return run_on_ranks(function, LocalGroup(world_size, timeout_s, collective_timeout_s), *args)

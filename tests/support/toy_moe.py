@@ -75,7 +75,7 @@ class ToyExperts(nn.Module):
 
 
 class ToyBlock(nn.Module):
-    def __init__(self, name: str, mesh: ParallelMesh, has_rare: bool) -> None:
+    def __init__(self, name: str, mesh: ParallelMesh, has_rare: bool, has_experts: bool) -> None:
         super().__init__()
         self.mix = parameter(f"{name}.mix", HIDDEN, HIDDEN)
         self.scale = parameter(f"{name}.scale", HIDDEN)
@@ -83,7 +83,7 @@ class ToyBlock(nn.Module):
         self.rare = parameter(f"{name}.rare", HIDDEN) if has_rare else None
         self.router = parameter(f"{name}.router", EXPERTS, HIDDEN)
         keep_full_precision(self.router)
-        self.experts = ToyExperts(f"{name}.experts", mesh)
+        self.experts = ToyExperts(f"{name}.experts", mesh) if has_experts else None
 
     def forward(self, x_TD: Tensor, context: ToyContext) -> Tensor:
         context.cache["uses"] = context.cache.get("uses", 0) + 1
@@ -94,7 +94,7 @@ class ToyBlock(nn.Module):
         expert_T = (context.ids_T * 3 + 1) % EXPERTS
         scores_TE = (h.float() @ local(self.router, torch.float32).T).softmax(-1)
         gate_T1 = scores_TE.gather(1, expert_T[:, None]).to(dtype)
-        return x_TD + h + gate_T1 * self.experts(h, expert_T)
+        return x_TD + h + gate_T1 * (h if self.experts is None else self.experts(h, expert_T))
 
 
 class ToyModel(nn.Module):
@@ -103,7 +103,13 @@ class ToyModel(nn.Module):
     forward_methods = ("logits",)
 
     def __init__(
-        self, mesh: ParallelMesh, *, run: str = "plain", dtype: torch.dtype = torch.float32, has_rare: bool = False
+        self,
+        mesh: ParallelMesh,
+        *,
+        run: str = "plain",
+        dtype: torch.dtype = torch.float32,
+        has_rare: bool = False,
+        has_experts: bool = True,
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -111,7 +117,7 @@ class ToyModel(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         self.head.weight = self.embedding
         self.blocks = nn.ModuleList(
-            ManagedBlock(ToyBlock(f"blocks.{i}", mesh, has_rare), RUNNERS[run]) for i in range(2)
+            ManagedBlock(ToyBlock(f"blocks.{i}", mesh, has_rare, has_experts), RUNNERS[run]) for i in range(2)
         )
 
     def forward(self, context: ToyContext) -> Tensor:
@@ -164,15 +170,15 @@ class _Recompute(torch.autograd.Function):
         return None, None, *torch.autograd.grad(y_TD, [x_TD, *params], grad_outputs[0], allow_unused=True)
 
 
-def run_step(engine: DataParallelEngine, mesh: ParallelMesh) -> float:
-    """One optimizer step's forward and backward over STEP; returns this rank's share of the loss."""
-    mine = STEP[mesh.dp_rank :: mesh.dp_size]
+def run_step(engine: DataParallelEngine, mesh: ParallelMesh, step: list[list[int]] = STEP) -> float:
+    """One optimizer step's forward and backward over a step's micro-batches; returns this rank's share of the loss."""
+    mine = step[mesh.dp_rank :: mesh.dp_size]
     loss_sum = 0.0
     for index, tokens in enumerate(mine):
         context = ToyContext(torch.tensor(tokens, dtype=torch.int64))
         with engine.micro_batch(is_last=index == len(mine) - 1):
             loss = engine.module(context)
-            loss.backward()
+            engine.backward(loss)
         assert context.cache["uses"] >= 2, "hooks must hand the very same context to blocks"
         loss_sum += loss.item()
     engine.finish_backward()
