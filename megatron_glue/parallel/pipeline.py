@@ -123,6 +123,7 @@ class Pipeline:
         self._group = mesh.pp_group
         self._num_ranks = mesh.pp_size
         self._loss_scale = 1.0
+        self._description = f"{kind}, {plan.describe()}, {shape.num_micro_batches} micro-batches per step"
         if kind == "zb":
             _keep_gathered(parts)
         self._stages = [_Stage(part, plan.num_stages, shape, mesh) for part in parts]
@@ -197,6 +198,10 @@ class Pipeline:
                 self._send(part, part.module.activations(input_ids_T, context, x_SD))
         dist.broadcast(logits_V, group=self._group, group_src=self._last_stage % self._num_ranks)
         return logits_V
+
+    def describe(self) -> str:
+        """Schedule and stages in a few words."""
+        return self._description
 
     def _scaled_loss(self, loss_1: Tensor, _index_1: Tensor) -> Tensor:
         return loss_1.sum() * self._loss_scale

@@ -36,6 +36,7 @@ from megatron_glue.training.closing import collect_summary, sample
 from megatron_glue.training.generation import printable
 from megatron_glue.training.loop import Run, train
 from megatron_glue.training.monitor import Monitor
+from megatron_glue.training.rank_check import RanksDifferError
 from megatron_glue.training.saving import RunSaver
 from megatron_glue.training.session import Session, build_session
 from megatron_glue.training.summary import check_writable_file, print_summary, write_json
@@ -63,7 +64,7 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None, watch: Callable
         return _run(resolved, environment, watch)
     except ConfigError as error:
         return _report(error, EXIT_USAGE, environment)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, RanksDifferError, OSError) as error:
         return _report(error, EXIT_FAILED, environment)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
@@ -195,6 +196,7 @@ def _opening(session: Session, resolved: ResolvedConfig) -> str:
         [
             describe(resolved),
             f"{session.mesh.describe()} on {session.device}, {session.engine.describe()}",
+            session.executor.describe(),
             f"model: {num_parameters:,} parameters on this rank",
             f"kernels: {built.backends.describe()}",
             built.activation.describe(),

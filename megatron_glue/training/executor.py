@@ -63,6 +63,10 @@ class StepExecutor(ABC):
             fp32 [V], on every rank.
         """
 
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for the log."""
+
 
 class DirectExecutor(StepExecutor):
     """Micro-batch after micro-batch through a whole model.
@@ -113,6 +117,10 @@ class DirectExecutor(StepExecutor):
         self._engine.end_inference()
         return logits_V
 
+    def describe(self) -> str:
+        """One line for the log."""
+        return "pipeline: none"
+
 
 class PipelineExecutor(StepExecutor):
     """All micro-batches of a step through the stages of a pipeline.
@@ -150,6 +158,10 @@ class PipelineExecutor(StepExecutor):
         logits_V = self._pipeline.next_logits(input_ids_T, context, row)
         self._engine.end_inference()
         return logits_V
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return f"pipeline: {self._pipeline.describe()}"
 
 
 def build_executor(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_glue.training.evaluation import evaluate
 from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.monitor import Monitor
+from megatron_glue.training.rank_check import check_weights
 from megatron_glue.training.saving import RunSaver
 from megatron_glue.training.session import Session
 from megatron_glue.training.step import train_step
@@ -63,11 +64,16 @@ def train(run: Run) -> float:
 
     Returns:
         The last held-out loss.
+
+    Raises:
+        RanksDifferError: Under ``--check-ranks``, if ranks that must hold the same values do not.
     """
     session, config = run.session, run.session.config
     training = config.training
     timer = StepTimer(session.device)
     heldout_loss: float | None = None
+    if training.check_ranks:
+        check_weights(session)
     while session.iteration < training.train_iters:
         timer.start()
         result = train_step(session)
@@ -85,6 +91,8 @@ def train(run: Run) -> float:
             _log_counters(session)
         if is_logging:
             _log(run, result.lr)
+            if training.check_ranks:
+                check_weights(session)
         heldout_loss = None
         if _is_due(iteration, training.eval_interval):
             heldout_loss = run.evaluate()

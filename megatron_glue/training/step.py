@@ -19,6 +19,7 @@ from megatron_glue.moe.router import update_expert_biases
 from megatron_glue.parallel.collectives import all_reduce_sum
 from megatron_glue.parallel.pipeline import StepInputs
 from megatron_glue.training.metrics import StepResult, counted_once
+from megatron_glue.training.rank_check import check_batches
 from megatron_glue.training.session import Session
 from megatron_glue.types import ForwardContext, PackedBatch, RouterRecord
 
@@ -69,8 +70,13 @@ def accumulate_gradients(session: Session, router_log: list[RouterRecord] | None
 
     Returns:
         fp32 device scalar: this rank's share of the sum of token losses. The shares of all ranks add up to the sum.
+
+    Raises:
+        RanksDifferError: Under ``--check-ranks``, if ranks that must see the same micro-batches do not.
     """
     batches = session.data.loader.next_step()
+    if session.config.training.check_ranks:
+        check_batches(session, batches)
     inputs = step_inputs(session, batches, router_log)
     loss_sum = session.executor.train(inputs, 1.0 / max(session.data.loader.step_label_tokens, 1))
     session.num_micro_batches += len(batches)
