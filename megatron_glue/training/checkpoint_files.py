@@ -158,31 +158,41 @@ def verify_files(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     Raises:
         CheckpointError: On the first file that is missing, has another size or other bytes.
     """
-    files = _read_manifest(folder)
+    files = read_manifest(folder)
     for name in sorted(files)[part::num_parts]:
-        path, expected = folder / name, files[name]
-        if Path(name).name != name or not isinstance(expected, dict):
-            raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged entry {name!r}")
-        try:
-            num_bytes = path.stat().st_size
-            if num_bytes != expected.get("bytes"):
-                raise CheckpointError(f"{path}: damaged, {num_bytes} bytes instead of {expected.get('bytes')}")
-            if _digest(path) != expected.get("sha256"):
-                raise CheckpointError(f"{path}: damaged, its bytes differ from those that were saved")
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
+        verify_file(folder, name, files[name])
+
+
+def verify_file(folder: Path, name: str, expected: Any) -> None:
+    """Compare one file with its manifest entry.
+
+    Raises:
+        CheckpointError: If it is missing, has another size or other bytes, or the entry is none.
+    """
+    path = folder / name
+    if Path(name).name != name or not isinstance(expected, dict):
+        raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged entry {name!r}")
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != expected.get("bytes"):
+            raise CheckpointError(f"{path}: damaged, {num_bytes} bytes instead of {expected.get('bytes')}")
+        if _digest(path) != expected.get("sha256"):
+            raise CheckpointError(f"{path}: damaged, its bytes differ from those that were saved")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
 def listed_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each file of a checkpoint, as its manifest says.
+    """Bytes of each file of a checkpoint, as its manifest says."""
+    return {name: entry["bytes"] for name, entry in read_manifest(folder).items()}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Entries of a checkpoint's manifest by file; see :func:`describe_files`.
 
     Raises:
         CheckpointError: If the manifest is missing or damaged.
     """
-    return {name: entry["bytes"] for name, entry in _read_manifest(folder).items()}
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(folder / MANIFEST_NAME)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or not files:
