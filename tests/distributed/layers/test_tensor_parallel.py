@@ -109,6 +109,25 @@ def test_f78_fewer_tokens_than_ranks() -> None:
     run_distributed(compare_few_tokens, 4)
 
 
+def look_up(rank: int, world_size: int, is_sequence_parallel: bool) -> None:
+    sequence = PackedSequence.from_lengths([7, 3], 2, position_starts=[4, 0])
+    ids_T = torch.randint(0, 100, (12,), generator=torch.Generator().manual_seed(0))
+    for kind in ("rope", "learned", "sinusoidal"):
+        model = small_model(position_embedding_type=kind)
+        mesh = tensor_mesh(world_size, is_sequence_parallel, model)
+        whole, part = (build_token_embedding(model, 100, layer_build(model, mesh=m)) for m in (ParallelMesh(), mesh))
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = whole(ids_T, ForwardContext(sequence), dtype)
+            actual = part(ids_T, ForwardContext(sequence, residual_rows=mesh.residual_rows(12)), dtype)
+            assert actual.dtype == dtype
+            assert torch.equal(actual, own_rows(expected, mesh)), kind
+
+
+@sequence_parallel
+def test_the_embedding_is_bit_equal_whatever_it_is_cut_into(sequence_parallel: bool) -> None:
+    run_distributed(look_up, 2, sequence_parallel)
+
+
 def places(rank: int, world_size: int, is_sequence_parallel: bool) -> dict[str, list[Any]]:
     model = small_model(num_layers=1, num_query_groups=2, qk_layernorm=True, add_bias_linear=True)
     mesh = tensor_mesh(world_size, is_sequence_parallel, model)

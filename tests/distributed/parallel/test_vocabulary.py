@@ -124,7 +124,9 @@ def watch_exchanges(rank: int, world_size: int, is_sequence_parallel: bool) -> l
         loss.backward()
     assert operators.synchronising == more_operators.synchronising == []
     assert backward.events == []
-    return [forward.events]
+    with torch.no_grad(), CollectiveWatch() as evaluation:
+        vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, vocab_size=37, chunk_tokens=6, tp=tp)
+    return [forward.events, evaluation.events]
 
 
 @pytest.mark.parametrize(
@@ -137,8 +139,9 @@ def test_one_exchange_per_chunk_one_for_the_input_and_none_in_backward(
 ) -> None:
     chunk = ["product", "gather", "gather done", "product"]
     expected = [*at_start, *chunk, "product", *chunk, reduction, "product", f"{reduction} done"]
-    for (events,) in run_distributed(watch_exchanges, 2, sequence_parallel):
-        assert events == expected
+    for training, evaluation in run_distributed(watch_exchanges, 2, sequence_parallel):
+        assert training == expected
+        assert evaluation == [*at_start, *chunk[:3], *chunk[:3]]
 
 
 def wrong_sizes(rank: int, world_size: int) -> None:
