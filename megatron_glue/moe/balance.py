@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -108,9 +109,10 @@ class RouterBalance:
             context: The micro-batch.
 
         Returns:
-            int64 counts to come, [E] or [S, E]; ``None`` if nothing needs them.
+            int64 counts to come, [E] or [S, E]; ``None`` if nothing needs them: no weight, or no backward, and no log.
         """
-        if self.aux_loss_coeff == 0.0 and context.router_log is None:
+        is_trained = self.aux_loss_coeff != 0.0 and (torch.is_grad_enabled() or context.decisions is not None)
+        if not is_trained and context.router_log is None:
             return None
         if self.by_document:
             num_segments, num_experts = rows.sequence.num_segments, counts_E.shape[0]
@@ -134,7 +136,7 @@ class RouterBalance:
             out_TD: Output of the layer's valid rows.
             routing: Of the same rows.
             counts_E: int64 pairs of each expert on this rank.
-            balance_counts: What :meth:`start_counts` counted.
+            balance_counts: What :meth:`start_counts` counted, now or in the forward that is recomputed.
             rows: This rank's rows.
             context: The micro-batch.
 
@@ -144,13 +146,14 @@ class RouterBalance:
         is_logged = context.router_log is not None and not context.is_recompute
         terms: list[Tensor] = []
         aux = z = None
-        if self.aux_loss_coeff != 0.0 or is_logged:
-            assert balance_counts is not None, "counted in forward, and saved for the recompute"
+        if balance_counts is not None and (self.aux_loss_coeff != 0.0 or is_logged):
             aux = self._balancing_loss(routing, balance_counts, rows)
-        if self.z_loss_coeff != 0.0 or is_logged:
+        if is_logged or (self.z_loss_coeff != 0.0 and torch.is_grad_enabled()):
             logits_TE = routing.logits_TE if self.z_loss_coeff != 0.0 else routing.logits_TE.detach()
             z = z_loss(logits_TE, rows.num_tokens_everywhere)
-        if is_logged and context.router_log is not None and aux is not None and z is not None:
+        if context.router_log is not None and is_logged:
+            assert aux is not None, "counted where something is logged"
+            assert z is not None, "computed where something is logged"
             num_dropped = routing.expert_ids_TK.numel() - counts_E.sum()
             record = RouterRecord(self.layer_index, counts_E, aux.detach(), z.detach(), num_dropped)
             context.router_log.append(record)

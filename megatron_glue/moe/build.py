@@ -140,6 +140,7 @@ def build_moe_layer(
 
 def _check(model: ModelConfig, moe: MoEConfig, mesh: ParallelMesh, ffn_size: int) -> None:
     """Refuse what no layer can be built from."""
+    assert mesh.tp_size == 1 or mesh.sequence_parallel, "tensor-parallel ranks route different tokens"
     if moe.num_experts % mesh.ep_size:
         raise ConfigError(
             flag_of("expert_model_parallel_size"),

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_glue.moe.balance import OwnRows, RouterBalance
 from megatron_glue.moe.router import Routing
-from megatron_glue.types import ForwardContext, PackedSequence, RouterRecord
+from megatron_glue.types import ForwardContext, PackedSequence, RouterRecord, SavedDecisions
 
 
 def rows_of(lengths: list[int], num_pad: int, residual_rows: slice | None) -> OwnRows:
@@ -69,6 +71,17 @@ def test_nothing_is_counted_summed_or_kept_that_nobody_needs(is_logged):
         assert len(log) == 1
         assert not log[0].aux_loss.requires_grad
         assert not log[0].z_loss.requires_grad
+
+
+def test_an_evaluation_counts_nothing():
+    balance, chosen, rows = RouterBalance(0, aux_loss_coeff=0.1, z_loss_coeff=0.1), routing(5), rows_of([3, 2], 0, None)
+    context = ForwardContext(rows.sequence)
+    counts = torch.tensor([4, 3, 2, 1])
+    with torch.no_grad():
+        assert balance.start_counts(chosen, counts, rows, context) is None
+        assert not balance.finish(torch.zeros(5, 2), chosen, counts, None, rows, context).any()
+        # A block that is to be recomputed keeps what its second run will need.
+        assert balance.start_counts(chosen, counts, rows, replace(context, decisions=SavedDecisions())) is not None
 
 
 def test_f50_a_recompute_logs_nothing():

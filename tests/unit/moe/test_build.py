@@ -37,7 +37,7 @@ def expert_mesh(ep: tuple[int, int] = (0, 1), etp: tuple[int, int] = (0, 1), tp_
     group = cast(ProcessGroup, FakeGroup(ep[1] * etp[1]))
     return ParallelMesh(
         world_size=ep[1] * etp[1],
-        sizes={"ep": ep[1], "etp": etp[1], "tp": tp_size},
+        sizes={"ep": ep[1], "etp": etp[1], "tensor": tp_size, "tp": tp_size},
         ranks={"ep": ep[0], "etp": etp[0]},
         groups={"ep_etp": group} if ep[1] * etp[1] > 1 else {},
         sequence_parallel=tp_size > 1,
