@@ -26,7 +26,6 @@ from megatron_glue.config.sections import RunConfig
 from megatron_glue.config.validation import validate
 from megatron_glue.parallel.agreement import is_lost_peer, is_out_of_memory, together
 from megatron_glue.parallel.collectives import broadcast_, max_over_ranks
-from megatron_glue.parallel.grad_norm import local_gradient
 from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import CheckpointStore
@@ -190,14 +189,13 @@ def _open(session: Session, start: Start | None, resolved: ResolvedConfig, warni
 
 def _opening(session: Session, resolved: ResolvedConfig) -> str:
     data, built = session.data, session.built
-    num_parameters = sum(local_gradient(param).numel() for param in session.engine.gradient_parameters())
     skipped = f", {data.train.num_skipped_empty} empty texts skipped" if data.train.num_skipped_empty else ""
     return "\n".join(
         [
             describe(resolved),
             f"{session.mesh.describe()} on {session.device}, {session.engine.describe()}",
             session.executor.describe(),
-            f"model: {num_parameters:,} parameters on this rank",
+            f"model: {session.engine.num_local_parameters():,} parameters on this rank",
             f"kernels: {built.backends.describe()}",
             built.activation.describe(),
             f"data: {data.train.num_documents:,} documents, {data.train.num_tokens:,} tokens; held out: "

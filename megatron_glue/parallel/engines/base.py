@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glue.parallel.gather import gather_full_gradients
-from megatron_glue.parallel.grad_norm import clip_gradients
+from megatron_glue.parallel.grad_norm import clip_gradients, local_gradient
 from megatron_glue.parallel.managed_block import canonical_name
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.shard_spec import ShardSpec, get_shard_spec, set_shard_spec
@@ -104,6 +104,10 @@ class DataParallelEngine(ABC):
     def gradient_parameters(self) -> list[nn.Parameter]:
         """Trainable parameters as the optimizer sees them, in the model's order."""
         return [param for param in self.model.parameters() if param.requires_grad]
+
+    def num_local_parameters(self) -> int:
+        """Trainable numbers whose values this rank keeps between steps."""
+        return sum(local_gradient(param).numel() for param in self.gradient_parameters())
 
     @abstractmethod
     def describe(self) -> str:

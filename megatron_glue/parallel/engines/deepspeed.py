@@ -23,6 +23,7 @@ from megatron_glue.parallel.engines.base import DataParallelEngine, fill_missing
 from megatron_glue.parallel.engines.deepspeed_config import FLAG, DeepSpeedRun, build_config
 from megatron_glue.parallel.engines.deepspeed_library import (
     EXPERT_GROUP_PREFIX,
+    config_error_of_library,
     initialize,
     load_deepspeed,
     mark_experts,
@@ -161,6 +162,12 @@ class DeepSpeedEngine(DataParallelEngine):
         else:
             self._storage.drop_gradients()
 
+    def num_local_parameters(self) -> int:
+        """In stage 3 this rank's shares of the weights, else all of them."""
+        if self._storage is None or self._run.zero_stage < 3:
+            return super().num_local_parameters()
+        return sum(part.length for part in self._storage.partitions())
+
     def describe(self) -> str:
         """One line for the log."""
         what = ("nothing", "optimizer states", "optimizer states and gradients", "weights, gradients and moments")
@@ -177,7 +184,7 @@ class DeepSpeedEngine(DataParallelEngine):
     def _initialize(self, torch_optimizer: torch.optim.Optimizer) -> Any:
         try:
             return initialize(self._library, self.model, torch_optimizer, self._config)
-        except (AssertionError, ValueError, NotImplementedError) as error:
+        except (AssertionError, ValueError, config_error_of_library()) as error:
             if self._run.config_path is None:
                 raise
             reason = f"DeepSpeed refuses it: {' '.join(str(error).split())}"

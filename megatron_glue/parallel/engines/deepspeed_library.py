@@ -81,6 +81,11 @@ def initialize(deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimize
     return engine
 
 
+def config_error_of_library() -> type[Exception]:
+    """What DeepSpeed raises about its configuration, beside assertions and ``ValueError``."""
+    return importlib.import_module("deepspeed.runtime.config").DeepSpeedConfigError
+
+
 def mark_experts(model: nn.Module, ep_size: int) -> None:
     """Tell DeepSpeed which parameters differ between expert-parallel ranks.
 
