@@ -69,12 +69,15 @@ PAIRS = {
 if importlib.util.find_spec("deepspeed"):
     ZERO = {"data_parallel_engine": "deepspeed"}
     LAYOUTS["zero1 dp2"] = (2, ZERO | {"zero_stage": 1})
-    LAYOUTS["zero3 dp2"] = (2, ZERO | {"zero_stage": 3})
-    LAYOUTS["zero2 dp2 tp2"] = (4, ZERO | TP | {"zero_stage": 2})
-    PAIRS["zero1 dp2"] = ("zero2 dp2 tp2", "fsdp2 dp3")
-    PAIRS["zero3 dp2"] = ("zero1 dp2", "tp2")
-    PAIRS["zero2 dp2 tp2"] = ("zero3 dp2", "tp2 pp2 ep2")
-    PAIRS["fsdp2 dp2 tp2"] += ("zero2 dp2 tp2", "zero3 dp2")
+    LAYOUTS["zero2 dp4 ep2"] = (4, ZERO | EP | {"zero_stage": 2})
+    PAIRS["zero1 dp2"] = ("zero2 dp4 ep2", "fsdp2 dp3")
+    PAIRS["zero2 dp4 ep2"] = ("zero1 dp2", "tp2 pp2 ep2")
+    PAIRS["fsdp2 dp2 tp2"] += ("zero2 dp4 ep2", "zero1 dp2")
+    # At stage 3 DeepSpeed cannot split a model with experts.
+    LAYOUTS["dense zero3 dp2"] = (2, ZERO | {"zero_stage": 3})
+    LAYOUTS["dense fsdp2 dp2 tp2"] = (4, FSDP2 | TP)
+    PAIRS["dense zero3 dp2"] = ("dense fsdp2 dp2 tp2",)
+    PAIRS["dense fsdp2 dp2 tp2"] = ("dense zero3 dp2",)
 
 WORLD_SIZES = sorted({world_size for world_size, _ in LAYOUTS.values()})
 
@@ -83,7 +86,7 @@ def start(layout: str, corpus: str, **training: Any) -> Session:
     config = small_config(
         corpus,
         model=MODEL,
-        moe=MOE,
+        moe={"num_experts": 0} if layout.startswith("dense") else MOE,
         parallel=LAYOUTS[layout][1],
         data={"segment_alignment": 4},
         training={"global_batch_size": 12, **training},
