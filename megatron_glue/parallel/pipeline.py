@@ -15,6 +15,7 @@ Shape suffixes: S rows of the residual stream on this rank, D model, V vocabular
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -126,6 +127,8 @@ class Pipeline:
         self._description = f"{kind}, {plan.describe()}, {shape.num_micro_batches} micro-batches per step"
         if kind == "zb":
             _keep_gathered(parts)
+        # An error of a stage is raised; torch would also log it, with all tensors and the whole schedule.
+        logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
         self._stages = [_Stage(part, plan.num_stages, shape, mesh) for part in parts]
         options = {"n_microbatches": shape.num_micro_batches, "loss_fn": self._scaled_loss, "scale_grads": False}
         self._schedule: Any

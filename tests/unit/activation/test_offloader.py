@@ -9,6 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_glue.activation import ActivationManager, ActivationPlan
+from megatron_glue.activation.disk_tier import DiskTier
+from megatron_glue.activation.double_buffer import ReloadBuffers
 from tests.support.activation_blocks import SlowTier, context_of, gradients_of, run_forward, toy_blocks
 from tests.support.activation_variants import OFFLOADING, assert_same, inputs, managed, plain_gradients
 from tests.support.resident_memory import resident_bytes
@@ -30,6 +32,41 @@ def test_f41_several_micro_batches_in_flight(variant, num_layers, tmp_path):
         losses[2].backward()
         assert manager.num_tracked_inputs == 0
         assert_same(gradients_of(blocks), expected)
+
+
+@pytest.mark.parametrize(
+    "order", ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 B1"], ids=["1f1b", "gpipe", "last stage"]
+)
+def test_in_the_order_of_a_pipeline_every_input_is_fetched_ahead_and_once(order, tmp_path, monkeypatch):
+    ahead, asked, loads = set(), [], []
+    prefetch, acquire, load = ReloadBuffers.prefetch, ReloadBuffers.acquire, DiskTier.load
+
+    def watched_prefetch(buffers, stored):
+        ahead.add(stored)
+        prefetch(buffers, stored)
+
+    def watched_acquire(buffers, stored, upcoming):
+        asked.append(stored in ahead)
+        return acquire(buffers, stored, upcoming)
+
+    def watched_load(tier, stored, *args):
+        loads.append(stored)
+        return load(tier, stored, *args)
+
+    monkeypatch.setattr(ReloadBuffers, "prefetch", watched_prefetch)
+    monkeypatch.setattr(ReloadBuffers, "acquire", watched_acquire)
+    monkeypatch.setattr(DiskTier, "load", watched_load)
+    blocks, micro_batches = toy_blocks(3), inputs(4)
+    with managed("disk-double", tmp_path) as manager:
+        manager.begin_step()
+        losses = {}
+        for action, micro_batch in ((word[0], int(word[1:])) for word in order.split()):
+            if action == "F":
+                losses[micro_batch] = run_forward(manager, blocks, micro_batches[micro_batch], micro_batch).sum()
+            else:
+                losses[micro_batch].backward()
+    assert asked == [True] * 3 * len(losses)
+    assert len(loads) == len(set(loads)) == 3 * len(losses), "a wrong guess costs a second load"
 
 
 def test_f41_two_models_do_not_share_state(tmp_path):
