@@ -145,9 +145,10 @@ class _AttendThroughExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_VHC: Tensor, k_RGC: Tensor, v_RGC: Tensor, call: _Call) -> Tensor:
         sum_dtype = torch.promote_types(q_VHC.dtype, torch.float32)
+        is_merged = any(not block.is_new for blocks in call.metadata.steps for block in blocks)
         # Every query's first block overwrites what is here.
-        out_VHC = torch.empty_like(q_VHC, dtype=sum_dtype, memory_format=torch.contiguous_format)
-        lse_VH = out_VHC.new_empty(q_VHC.shape[:2])
+        out_VHC = torch.empty(q_VHC.shape, dtype=sum_dtype if is_merged else q_VHC.dtype, device=q_VHC.device)
+        lse_VH = torch.empty(q_VHC.shape[:2], dtype=sum_dtype, device=q_VHC.device)
 
         def visit(step: int, kv_N2GC: Tensor) -> None:
             for block in call.metadata.steps[step]:

@@ -97,7 +97,7 @@ REFUSE: AttentionKernel = refuse
 
 
 class SplitAttention:
-    """Attention of a whole micro-batch, computed by context-parallel threads.
+    """Attention of a whole micro-batch, computed by context-parallel threads on the device of the queries.
 
     Args:
         sequence: The whole layout, packed for ``alignment``.
@@ -125,7 +125,7 @@ class SplitAttention:
         """Return the output and the gradients of q, k and v, in the order of the whole micro-batch."""
 
         def on_rank(rank: int, exchange: ThreadExchange) -> list[Tensor]:
-            part = self.parts[rank]
+            part = self.parts[rank].to(probe_THC.device)
             assert part.token_ids_T is not None
             q, k, v = (x.detach()[part.token_ids_T].requires_grad_() for x in qkv)
             metadata = context_metadata(part, window, self.is_ring, self.is_varlen)
@@ -136,5 +136,5 @@ class SplitAttention:
 
         results = on_context_ranks(len(self.parts), self.is_ring, on_rank)
         ids = torch.cat([part.token_ids_T for part in self.parts if part.token_ids_T is not None])
-        order = torch.argsort(ids)
+        order = torch.argsort(ids).to(probe_THC.device)
         return [torch.cat([result[index] for result in results])[order] for index in range(4)]

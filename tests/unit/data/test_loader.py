@@ -212,6 +212,24 @@ def test_context_parallel_ranks_share_the_packs_of_a_step(size, prefetch):
                 assert torch.equal(shard.input_ids_T, batch.input_ids_T[shard.sequence.token_ids_T])
 
 
+def test_a_position_can_be_resumed_with_another_context_parallel_size():
+    def loader(*ranks):
+        return BatchLoader(stream_of_lengths(LENGTHS, 32, alignment=8), BatchPlan(1, 2, 0, 1, *ranks), prefetch=False)
+
+    whole = loader()
+    whole.next_step()
+    state = json.loads(json.dumps(whole.state_dict()))
+    expected = whole.next_step()
+    parts = []
+    for rank in range(4):
+        parts.append(loader(rank, 4))
+        parts[-1].load_state_dict(state)
+    for batch, *shards in zip(expected, *(part.next_step() for part in parts), strict=True):
+        ids = torch.cat([shard.input_ids_T for shard in shards])
+        tokens = torch.cat([shard.sequence.token_ids_T for shard in shards])
+        assert torch.equal(ids[torch.argsort(tokens)], batch.input_ids_T)
+
+
 @pytest.mark.parametrize("cp_rank", [-1, 2])
 def test_a_rank_outside_its_context_group_is_refused(cp_rank):
     with pytest.raises(ValueError, match="cp_rank"):
