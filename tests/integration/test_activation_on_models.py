@@ -42,7 +42,7 @@ def run(sections: dict, folder: Path) -> tuple[list[torch.Tensor | None], list[l
         sequence = PackedSequence.from_lengths([20, 30, 10], num_pad_tokens=4)
         context = ForwardContext(sequence, micro_batch=micro_batch, router_log=log)
         loss = built.model(PackedBatch(ids_T, labels_T, sequence, 57), context)
-        built.activation.end_forward()
+        built.activation.managers[0].end_forward()
         loss.backward()
     built.activation.close()
     return [param.grad for param in built.model.parameters()], [record.counts_E.tolist() for record in log]
