@@ -46,7 +46,7 @@ from megatron_glue.parallel import local_ranks
 from megatron_glue.parallel.local_ranks import RankFailedError
 from megatron_glue.training.checkpoint_files import CheckpointError
 from megatron_glue.training.courses import Case, CourseRunner, Stage, Verdict, judge
-from megatron_glue.training.layouts import Layout, LayoutList, read_layouts
+from megatron_glue.training.layouts import LayoutList, read_layouts
 from megatron_glue.training.local_training import LocalRunError
 from megatron_glue.training.presets import GPT_DEFAULTS
 from megatron_glue.training.sample_documents import write_sample_documents
@@ -71,34 +71,25 @@ def choose_cases(arguments: argparse.Namespace, layouts: LayoutList) -> list[Cas
     Raises:
         ConfigError: For a layout that is not in the list.
     """
-    named = {layout.name: layout for layout in layouts.layouts}
-
-    def find(flag: str, name: str) -> Layout:
-        if name not in named:
-            remedy = f"see python tools/parity.py --layouts {arguments.layouts} --list"
-            raise ConfigError(flag, name, "no such layout", remedy)
-        return named[name]
-
     middle, num_steps = arguments.steps, 2 * arguments.steps
-    twice = (-(-num_steps // 3), -(-2 * num_steps // 3))
-    same = [find("--layout", name) for name in arguments.layout or ()]
-    transitions = [(find("--before", arguments.before), find("--after", arguments.after))] if arguments.before else []
-    if not same and not transitions:
-        same = [named[name] for name in SAME_LAYOUT if name in named]
-        transitions = [(named[a], named[b]) for a, b in TRANSITIONS if a in named and b in named]
+    a, b = -(-num_steps // 3), -(-2 * num_steps // 3)
+    same = [layouts.find(name, "--layout") for name in arguments.layout or ()]
+    pairs = [(arguments.before, arguments.after)] if arguments.before else []
+    if not same and not pairs:
+        known = {layout.name for layout in layouts.layouts}
+        same = [layouts.find(name, "--layout") for name in SAME_LAYOUT if name in known]
+        pairs = [pair for pair in TRANSITIONS if known.issuperset(pair)]
+    changes = [(layouts.find(before, "--before"), layouts.find(after, "--after")) for before, after in pairs]
     cases = []
     for saves in ("sync", "async") if arguments.saves == "both" else (arguments.saves,):
         for layout in same:
+            name, end = layout.name, Stage(layout)
             cases += [
-                Case(f"{layout.name}: stop at {middle}, an epoch's end", (Stage(layout, middle), Stage(layout)), saves),
-                Case(
-                    f"{layout.name}: stops at {twice[0]} and {twice[1]}",
-                    (Stage(layout, twice[0]), Stage(layout, twice[1]), Stage(layout)),
-                    saves,
-                ),
-                Case(f"{layout.name}: back to {middle}", (Stage(layout, middle, goes_back=True),), saves),
+                Case(f"{name}: stop at {middle}, an epoch's end", (Stage(layout, middle), end), saves),
+                Case(f"{name}: stops at {a} and {b}", (Stage(layout, a), Stage(layout, b), end), saves),
+                Case(f"{name}: back to {middle}", (Stage(layout, middle, goes_back=True),), saves),
             ]
-        for before, after in transitions:
+        for before, after in changes:
             cases.append(Case(f"{before.name} -> {after.name}", (Stage(before, middle), Stage(after)), saves))
     return cases
 
@@ -191,9 +182,7 @@ def run() -> int:
     """Choose, run, show, write, judge."""
     arguments, rest = parse_arguments()
     layouts = read_layouts(arguments.layouts)
-    if arguments.model not in layouts.models:
-        raise ConfigError("--model", arguments.model, "not in the file of layouts", f"use {list(layouts.models)}")
-    cases = choose_cases(arguments, layouts)
+    model_flags, cases = layouts.flags_of(arguments.model), choose_cases(arguments, layouts)
     if arguments.json:
         check_writable_file(arguments.json, "--json")
     start, num_steps = time.monotonic(), 2 * arguments.steps
@@ -202,7 +191,7 @@ def run() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = folder / "documents.jsonl"
-        flags = [*layouts.models[arguments.model], *QUIET, "--data-path", str(corpus), "--device", "cpu"]
+        flags = [*model_flags, *QUIET, "--data-path", str(corpus), "--device", "cpu"]
         flags += ["--train-iters", str(num_steps), "--keep-last", str(num_steps), *rest]
         config = resolve_config(flags, {}, GPT_DEFAULTS, "tools/resume_check.py").config
         for layout in {stage.layout.name: stage.layout for case in cases for stage in case.stages}.values():

@@ -77,9 +77,9 @@ def compare(reports: Sequence[Mapping[str, Any]], reference: Mapping[str, Any]) 
     differences += _tensors("gradient of", first["gradients"], reference["gradients"])
     differences += _tensors("aux-only gradient of", first["aux_gradients"], reference["aux_gradients"])
     differences += _tensors("z-only gradient of", first["z_gradients"], reference["z_gradients"])
-    differences += _tensors("final weight", first["weights"], reference["weights"])
+    differences += _tensors("weight", first["weights"], reference["weights"])
     biases = {name: bias for report in reports for name, bias in report["router_biases"].items()}
-    differences += _tensors("final", biases, reference["router_biases"])
+    differences += _tensors("bias", biases, reference["router_biases"])
     moved = _moved_share(first["expert_counts"], reference["expert_counts"])
     differences.append(Difference("tokens per expert", moved))
     disagreements = [*_replica_disagreements(reports), *_bias_disagreements(reports, biases)]

@@ -64,6 +64,33 @@ class LayoutList:
     models: dict[str, tuple[str, ...]]
     layouts: tuple[Layout, ...]
 
+    def flags_of(self, model: str) -> tuple[str, ...]:
+        """Flags of a model, as ``--model`` names it.
+
+        Raises:
+            ConfigError: If there is none of that name.
+        """
+        if model not in self.models:
+            raise ConfigError("--model", model, f"not in the file of {FLAG}", f"use {', '.join(self.models)}")
+        return self.models[model]
+
+    def find(self, name: str, flag: str) -> Layout:
+        """A layout by its name.
+
+        Args:
+            name: As the user wrote it.
+            flag: Where.
+
+        Raises:
+            ConfigError: If there is none of that name.
+        """
+        for layout in self.layouts:
+            if layout.name == name:
+                return layout
+        suggestion = nearest(name, [layout.name for layout in self.layouts])
+        remedy = f"did you mean {suggestion!r}?" if suggestion else "see python tools/parity.py --list"
+        raise ConfigError(flag, name, f"not in the file of {FLAG}", remedy)
+
 
 def read_layouts(path: str | Path) -> LayoutList:
     """Read a file.
