@@ -5,16 +5,18 @@ Everything here talks to all ranks and reads the device. Nothing of it belongs i
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_glue.ops.dropout import derive_seed, seed_of_name
-from megatron_glue.parallel.collectives import max_over_ranks
+from megatron_glue.parallel.collectives import gather_rows
 from megatron_glue.parallel.flat_range import get_master
 from megatron_glue.parallel.managed_block import canonical_name
 from megatron_glue.parallel.mesh import ParallelMesh
@@ -60,9 +62,18 @@ def gather_full_tensors(items: Iterable[tuple[str, Tensor, Tensor]], mesh: Paral
     whole = {global_name(name, param): _gather(value, param, mesh) for name, param, value in items}
     if mesh.pp_group is None:
         return whole
-    stages: list[dict[str, Tensor] | None] = [None] * mesh.pp_size
-    dist.all_gather_object(stages, whole, group=mesh.pp_group)
-    return {name: tensor for stage in stages if stage for name, tensor in stage.items()}
+    buffer = io.BytesIO()
+    torch.save(whole, buffer)
+    stages = (
+        torch.load(io.BytesIO(data), weights_only=True) for data in _gather_bytes(buffer.getvalue(), mesh.pp_group)
+    )
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+
+def _gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
+    """What each rank of a group holds, on all of them."""
+    rows = gather_rows(torch.frombuffer(bytearray(data), dtype=torch.uint8), group)
+    return [bytes(row.numpy()) for row in rows]
 
 
 def global_name(name: str, param: Tensor) -> str:
@@ -121,28 +132,23 @@ def differing_replicas(model: nn.Module, mesh: ParallelMesh) -> list[str]:
         torch.stack([torch.tensor(seed_of_name(name)), torch.tensor(_slice_id(param, mesh)), fingerprint(param).cpu()])
         for name, param in own.items()
     ]
-    table = torch.zeros(max_over_ranks(len(rows), mesh.world_group), 3, dtype=torch.int64)
-    if rows:
-        table[: len(rows)] = torch.stack(rows)
-    tables = [torch.empty_like(table) for _ in range(mesh.world_size)]
-    dist.all_gather(tables, table, group=mesh.world_group)
-    differing = _disagreements(torch.stack(tables).numpy())
+    table = torch.stack(rows) if rows else torch.zeros(0, 3, dtype=torch.int64)
+    differing = _disagreements([rows.numpy() for rows in gather_rows(table, mesh.world_group)])
     if not differing:
         return []
-    names: list[list[str] | None] = [None] * mesh.world_size
-    dist.all_gather_object(names, list(own), group=mesh.world_group)
-    by_hash = {seed_of_name(name): name for rank_names in names if rank_names for name in rank_names}
+    names = _gather_bytes("\n".join(own).encode(), mesh.world_group)
+    by_hash = {seed_of_name(name): name for lines in names for name in lines.decode().splitlines()}
     return [f"{by_hash[key]} (ranks {ranks})" for key, ranks in differing.items()]
 
 
-def _disagreements(tables: np.ndarray) -> dict[int, str]:
+def _disagreements(tables: list[np.ndarray]) -> dict[int, str]:
     """Hash of each name whose holders differ -> their ranks in words.
 
     Args:
-        tables: int64 [ranks, parameters, 3] of (name, slice, fingerprint); rows of zeros are filling.
+        tables: int64 [parameters, 3] of (name, slice, fingerprint), of each rank.
     """
-    ranks = np.broadcast_to(np.arange(tables.shape[0])[:, None], tables.shape[:2])[tables[..., 0] != 0]
-    rows = tables[tables[..., 0] != 0]
+    rows = np.concatenate(tables)
+    ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     order = np.lexsort((ranks, rows[:, 1], rows[:, 0]))
     rows, ranks = rows[order], ranks[order]
     differing: dict[int, str] = {}
