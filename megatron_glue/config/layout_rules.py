@@ -98,9 +98,10 @@ def _tensor(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
                 "give --tensor-model-parallel-size or turn this off",
             )
         return
+    has_dense = not all(moe.is_moe_layer(index) for index in range(model.num_layers))
     split = (
         (model.num_attention_heads, "--num-attention-heads"),
-        (model.ffn_width, "--ffn-hidden-size"),
+        (model.ffn_width if has_dense else 0, "--ffn-hidden-size"),
         (model.make_vocab_size_divisible_by, "--make-vocab-size-divisible-by"),
         (moe.moe_shared_expert_intermediate_size, "--moe-shared-expert-intermediate-size"),
     )

@@ -137,6 +137,15 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
 ]
 
 FINE: list[tuple[dict[str, Any], int]] = [
+    # The dense width is nowhere used where all layers hold experts.
+    (
+        {
+            "parallel": {**TP2, "sequence_parallel": True},
+            "moe": {**EXPERTS, "moe_ffn_hidden_size": 32},
+            "model": {"ffn_hidden_size": 33},
+        },
+        2,
+    ),
     ({"parallel": {"tensor_model_parallel_size": 4}, "model": {"num_query_groups": 2}}, 4),
     (
         {
