@@ -51,7 +51,7 @@ def two_shards() -> list[Report]:
     """Two context-parallel ranks with half of each micro-batch's tokens; the second is silent about whole tensors."""
     ranks: list[Report] = []
     for cp_rank in range(2):
-        report = reference() | {"cp_rank": cp_rank}
+        report: Report = reference() | {"cp_rank": cp_rank}
         for entry in report["batches"]:
             entry["num_tokens"] = 5
             entry["rows"] += f", shard {cp_rank}"
