@@ -196,7 +196,7 @@ def measure(measurements: list[Measurement], warmup: int, steps: int) -> None:
         console.print(f"round {round_index + 1}/{warmup + steps} done", highlight=False)
     for measurement in measurements:
         session = measurement.session
-        session.metrics.flush(session.host_reader, session.mesh.dp_group)
+        session.metrics.flush(session.host_reader, session.mesh.world_group)
 
 
 def check(measurements: list[Measurement]) -> list[str]:
