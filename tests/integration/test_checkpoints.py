@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +193,25 @@ def test_the_saved_configuration_starts_the_same_run(folder: Folder, straight: d
     assert end.code == 0, end
     assert "changed since" not in end.out
     assert json.loads((folder.path / "summary.json").read_text())["losses"] == straight["losses"]
+
+
+def interrupt_while_writing(_rank: int) -> None:
+    """Ctrl-C while a slow save is under way behind training."""
+    real = checkpoint_tensors.write_parts
+
+    def write(path: Path, parts: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.7)
+        return real(path, parts)
+
+    checkpoint_tensors.write_parts = write
+
+
+def test_ctrl_c_finishes_the_save_in_flight(folder: Folder) -> None:
+    flags = [*FLAGS, *RUN, "--train-iters", "1000", "--async-save"]
+    (end,) = run_job(flags, folder.path, 1, interrupt_while_writing)
+    assert end.code == 130
+    assert "finishing the checkpoint of step 2 before leaving" in end.out
+    assert "saved checkpoint run/step_00000002" in end.out
+    assert end.error_lines[0].startswith("error: interrupted; ")
+    assert folder.steps() == [2]

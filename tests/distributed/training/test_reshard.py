@@ -18,6 +18,7 @@ from megatron_glue.parallel.flat_range import FlatRange
 from megatron_glue.parallel.gather import gather_full_parameters, gather_full_tensors
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import CheckpointStore
+from megatron_glue.training.checkpoint_index import read_index
 from megatron_glue.training.session import Session, build_session
 from megatron_glue.training.step import train_step
 from tests.support.cases import small_config, write_corpus
@@ -210,3 +211,25 @@ def test_f103_f104_any_layout_reads_any_other(world_size: int, corpus: str, save
     expected = [f"{s} -> {name}" for name, (size, _) in LAYOUTS.items() if size == world_size for s in PAIRS[name]]
     assert first == expected
     assert all(other == first for other in others)
+
+
+def test_what_several_ranks_or_stages_hold_is_written_once(saved: str) -> None:
+    """A tied embedding on two stages, replicas of data parallelism, copies of a KV head."""
+    names: dict[str, set[str]] = {}
+    for layout in LAYOUTS:
+        folder = Path(saved) / layout.replace(" ", "-") / "step_00000002"
+        index = read_index(folder)
+        names[layout] = {name for name in index if not name.startswith("rng.")}
+        written = [part.relative_path for tensor in index.values() for part in tensor.slices]
+        assert {name for name in index if name.startswith("rng.")} == {
+            f"rng.cpu.{rank:05d}" for rank in range(LAYOUTS[layout][0])
+        }
+        assert set(written) == {f"__{rank}_0.distcp" for rank in range(LAYOUTS[layout][0])}, "every rank writes"
+        if layout in ("dp2", "pp2", "cp2", "ep2"):
+            assert len(index["model.embedding.weight"].slices) == 1
+            assert len(index["optimizer.embedding.weight.exp_avg"].slices) == 1
+        if layout == "tp4, two KV heads":
+            assert [part.sizes[0] for part in index["model.blocks.0.attention.qkv_weight"].slices] == [1, 1]
+    dense = [layout for layout in LAYOUTS if layout.startswith("dense")]
+    for layout in LAYOUTS:
+        assert names[layout] == names[dense[0] if layout in dense else "one"], "no layout changes names"
