@@ -123,8 +123,9 @@ def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltM
     )
     managers: list[ActivationManager] = []
     parts: list[GPT] = []
-    for stage in plan.stages_of(place.mesh.pp_rank):
-        managers.append(build_activation_manager(config, place))
+    stages = plan.stages_of(place.mesh.pp_rank)
+    for stage in stages:
+        managers.append(build_activation_manager(config, place, num_parts=len(stages)))
         parts.append(_build_part(shared, plan.layers[stage], managers[-1]).to(place.device))
     return BuiltModel(
         model=parts[0] if plan.num_stages == 1 else ModelParts(parts),
@@ -188,12 +189,13 @@ def _sum_with_other_end(layer: TokenEmbedding | OutputHead | None) -> None:
     set_shard_spec(layer.weight, replace(spec, partial_axes=(*spec.partial_axes, EMBEDDING_AXIS)))
 
 
-def build_activation_manager(config: RunConfig, place: BuildPlace) -> ActivationManager:
+def build_activation_manager(config: RunConfig, place: BuildPlace, *, num_parts: int = 1) -> ActivationManager:
     """Turn the activation section into a manager.
 
     Args:
         config: A validated configuration.
         place: Device and folder.
+        num_parts: Parts of the model on this rank, each with a manager of its own; they share the room for buffers.
 
     Returns:
         The manager; with everything off it calls blocks as they are.
@@ -206,7 +208,7 @@ def build_activation_manager(config: RunConfig, place: BuildPlace) -> Activation
         offload=config.offload,
         double_buffer=config.accelerator.enable_double_buffer,
         offload_dir=place.offload_dir if config.offload else None,
-        buffer_size_bytes=config.accelerator.buffer_size_mb * 2**20,
+        buffer_size_bytes=config.accelerator.buffer_size_mb * 2**20 // num_parts,
         poison=config.activation.activation_debug_poison,
         integrated_memory={"auto": None, "yes": True, "no": False}[config.activation.activation_integrated_memory],
     )

@@ -1,8 +1,13 @@
 """Applies distributed techniques to a model, in one visible order.
 
-1. Experts over expert-parallel ranks: done while building, each rank builds its own (``moe/build.py``).
-2. Activations: blocks sit in shells through which the activation manager runs them (``build.py``).
-3. Data parallelism, last, around everything: what it wraps must be final.
+1. Pipeline: only this rank's stages are built (``build.py``).
+2. Tensor and sequence parallelism: layers are built in this rank's sizes (``layers/build.py``).
+3. Experts over expert-parallel ranks: each rank builds its own (``moe/build.py``).
+4. Context parallelism: the attention kernel is wrapped in its exchange (``build.py``).
+5. Activations: blocks sit in shells through which the activation manager runs them (``build.py``).
+6. Data parallelism, last, around everything: what it wraps must be final.
+
+How passes then run, through a schedule of stages or not, is chosen by ``training/executor.py``.
 """
 
 from __future__ import annotations

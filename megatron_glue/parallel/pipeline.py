@@ -23,6 +23,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -32,6 +33,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.config.stage_plan import ScheduleKind, StagePlan
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.types import ForwardContext, PackedBatch
@@ -107,6 +110,9 @@ class Pipeline:
         kind: Schedule.
         shape: Sizes.
         mesh: The run's mesh, with more than one pipeline rank.
+
+    Raises:
+        ConfigError: If this torch cannot run the schedule.
     """
 
     def __init__(
@@ -126,10 +132,21 @@ class Pipeline:
         self._loss_scale = 1.0
         self._description = f"{kind}, {plan.describe()}, {shape.num_micro_batches} micro-batches per step"
         if kind == "zb":
+            if not splits_backward_of_functions():
+                raise ConfigError(
+                    flag_of("pipeline_schedule"),
+                    kind,
+                    f"torch {torch.__version__} cannot compute gradients of weights apart from those of activations "
+                    "where an autograd Function is among the operators",
+                    "use torch 2.13, or another schedule",
+                )
             _keep_gathered(parts)
         # An error of a stage is raised; torch would also log it, with all tensors and the whole schedule.
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
         self._stages = [_Stage(part, plan.num_stages, shape, mesh) for part in parts]
+        if kind == "1f1b":
+            for stage in self._stages:
+                stage.max_in_flight = plan.num_stages - stage.stage_index
         options = {"n_microbatches": shape.num_micro_batches, "loss_fn": self._scaled_loss, "scale_grads": False}
         self._schedule: Any
         if kind in _ONE_STAGE_PER_RANK:
@@ -228,7 +245,12 @@ class _Stage(PipelineStage):
 
     The look-up cannot be a module around the part: torch treats a part that FSDP2 has sharded in its own way (weights
     stay gathered and gradients whole until the last backward), and recognises it by its type.
+
+    Attributes:
+        max_in_flight: Micro-batches between their forward and the end of their backward at one time; ``None``: all.
     """
+
+    max_in_flight: int | None = None
 
     def __init__(self, part: StagePart, num_stages: int, shape: PipelineShape, mesh: ParallelMesh) -> None:
         def activations() -> Tensor:
@@ -270,6 +292,7 @@ class _Stage(PipelineStage):
         Returns:
             Activations; of the last stage the summed loss [1].
         """
+        self._share_buffers()
         batch, context = self._inputs[int(kwargs["index"])]
         out = self._part.module(batch, context, None if self.is_first else args[0])
         self._part.end_forward()
@@ -277,6 +300,50 @@ class _Stage(PipelineStage):
             return out
         self._loss_sum += out.detach().float()
         return out.reshape(1)
+
+    def _share_buffers(self) -> None:
+        """Let go of the buffers, one for every micro-batch of the step, that can never be in use at one time.
+
+        Torch makes them before the first forward. Micro-batches end in the order in which they began, and one is
+        received only after the backward of the one that had its buffer.
+        """
+        if self.max_in_flight is None:
+            return
+        for infos in (self.args_recv_info, self.grad_recv_info):
+            for index in range(self.max_in_flight, len(infos)):
+                for info, first in zip(infos[index], infos[index % self.max_in_flight], strict=True):
+                    if isinstance(getattr(first, "buffer", None), Tensor):
+                        info.buffer = first.buffer
+        self.max_in_flight = None
+
+
+class _Product(torch.autograd.Function):
+    """x * w, to try the splitting of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad_outputs[0] * weight, grad_outputs[0] * x
+
+
+def splits_backward_of_functions() -> bool:
+    """Whether torch can start a backward pass at an autograd Function inside a graph, as the zero-bubble schedule does.
+
+    Torch 2.11 cannot.
+    """
+    x, weight = (torch.ones(1, requires_grad=True) for _ in range(2))
+    with torch.enable_grad():
+        node = _Product.apply(x, weight).grad_fn
+    try:
+        torch.autograd.grad([GradientEdge(node, 0)], [weight], [torch.ones(1)])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _keep_gathered(parts: Sequence[StagePart]) -> None:

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
+from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import ParallelConfig
 from megatron_glue.config.stage_plan import ScheduleKind, StagePlan
+from megatron_glue.parallel import pipeline
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.pipeline import Pipeline, PipelineShape, StagePart
 from megatron_glue.types import ForwardContext, PackedBatch, PackedSequence
@@ -67,19 +70,26 @@ def mesh_of(world_size: int) -> ParallelMesh:
     return ParallelMesh.build(ParallelConfig(pipeline_model_parallel_size=world_size), "cpu")
 
 
+def buffer_addresses(stage: PipelineStage) -> list[int]:
+    """Of the buffers that activations are received in."""
+    infos = [info for of_chunk in stage.args_recv_info.values() for info in of_chunk]
+    return [info.buffer.data_ptr() for info in infos if isinstance(info.buffer, Tensor)]
+
+
 def run_on_rank(rank: int, world_size: int, kind: ScheduleKind) -> dict[str, Any]:
     mesh = mesh_of(world_size)
     parts, ends = [Part(stage) for stage in range(rank, NUM_STAGES, world_size)], []
-    pipeline = build(kind, 4, parts, ends, mesh)
+    built = build(kind, 4, parts, ends, mesh)
     found: dict[str, Any] = {"losses": [], "seen": [], "ends": []}
     for _ in range(2):
-        found["losses"].append(float(pipeline.train(inputs(4), 0.5)))
+        found["losses"].append(float(built.train(inputs(4), 0.5)))
+    found["buffers"] = [len(set(buffer_addresses(stage))) for stage in built._stages]
     found["gradients"] = {part.stage: float(part.weight.grad or 0.0) for part in parts}
     found["seen"] = [sorted(part.seen) for part in parts]
     found["num_ends"] = len(ends)
-    found["evaluated"] = float(pipeline.evaluate(inputs(3)))
+    found["evaluated"] = float(built.evaluate(inputs(3)))
     sequence = PackedSequence.from_lengths([7])
-    found["logits"] = pipeline.next_logits(torch.arange(7), ForwardContext(sequence), 5).tolist()
+    found["logits"] = built.next_logits(torch.arange(7), ForwardContext(sequence), 5).tolist()
     found["ends_of_evaluation"] = len(ends) - found["num_ends"]
     return found
 
@@ -99,14 +109,28 @@ def test_sums_reach_every_stage_and_nothing_is_divided(world_size: int, kind: Sc
         assert found["evaluated"] == (product * NUM_TOKENS * WIDTH * (1 + 2 + 3) if is_last else 0.0)
         assert found["logits"] == [product * 5] * WIDTH, "on every rank, and of another length than in training"
         assert found["ends_of_evaluation"] == 0
+        if kind == "1f1b":
+            assert found["buffers"] == [0 if rank == 0 else world_size - rank], "as many as are in flight at one time"
+
+
+def refuse_on_rank(rank: int, world_size: int) -> str:
+    pipeline.splits_backward_of_functions = lambda: False
+    with pytest.raises(ConfigError) as caught:
+        build("zb", 4, [Part(rank)], [], mesh_of(world_size))
+    return str(caught.value)
+
+
+def test_zero_bubble_is_refused_where_torch_cannot_split_a_backward() -> None:
+    for said in run_distributed(refuse_on_rank, 4):
+        assert said.startswith(f"--pipeline-schedule=zb: torch {torch.__version__} cannot compute")
 
 
 def fail_on_rank(rank: int, world_size: int) -> str:
     mesh = mesh_of(world_size)
     parts = [Part(rank, fails=rank == world_size - 1)]
-    pipeline = build("gpipe", 1, parts, [], mesh)
+    built = build("gpipe", 1, parts, [], mesh)
     try:
-        pipeline.train(inputs(1), 1.0)
+        built.train(inputs(1), 1.0)
     except OSError as error:
         # The stage before waits for a gradient.
         dist.send(torch.zeros(NUM_TOKENS, WIDTH), group=mesh.pp_group, group_dst=world_size - 2)
