@@ -93,6 +93,7 @@ class Result:
         where: What it was in.
         failures: Why it failed or was skipped, a line each.
         seconds: Wall time.
+        cpu_seconds: CPU time of all ranks together.
     """
 
     row: Row
@@ -101,6 +102,7 @@ class Result:
     where: str = ""
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -115,6 +117,7 @@ class Result:
             "largest_difference_in": self.where,
             "failures": self.failures,
             "seconds": round(self.seconds, 2),
+            "cpu_seconds": round(self.cpu_seconds, 2),
         }
 
 
@@ -141,7 +144,9 @@ class Laboratory:
         result = self._skipped(row)
         if result is None:
             try:
-                result = self._judge(row, compare(self._observe(row), self._reference(row)))
+                reports = self._observe(row)
+                result = self._judge(row, compare(reports, self._reference(row)))
+                result.cpu_seconds = sum(report["cpu_seconds"] for report in reports)
             except (RankFailedError, ConfigError) as error:
                 result = Result(row, "failed", failures=[_reason(error)])
         result.seconds = time.monotonic() - start
@@ -225,9 +230,8 @@ def choose_rows(arguments: argparse.Namespace) -> list[Row]:
     rows = [
         Row(layout, model, layouts.models[model], switches)
         for layout in layouts.layouts
-        if (layout.is_quick or not arguments.quick)
-        and (arguments.only is None or any(word in layout.name for word in arguments.only))
-        for model in layout.models
+        if arguments.only is None or any(word in layout.name for word in arguments.only)
+        for model in (layout.quick_models if arguments.quick else layout.models)
         for switches in ("off", "on")
         if layout.optimisations in ("both", switches) and arguments.optimisations in ("both", switches)
     ]

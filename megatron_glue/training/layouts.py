@@ -40,7 +40,7 @@ class Layout:
         models: Names of the models that it is tried with.
         optimisations: Whether it is tried with the three optimisations ``on``, ``off`` or ``both``.
         requires: Module without which it cannot run; empty for none.
-        is_quick: Whether it belongs to the short list.
+        quick_models: Those of its models with which it belongs to the short list.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Layout:
     models: tuple[str, ...] = ()
     optimisations: str = "both"
     requires: str = ""
-    is_quick: bool = False
+    quick_models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,15 @@ class _Reader:
             models=tuple(chosen),
             optimisations=switches,
             requires=str(values.get("requires") or ""),
-            is_quick=bool(values.get("quick", False)),
+            quick_models=self._quick_models(values.get("quick", False), tuple(chosen), where),
         )
+
+    def _quick_models(self, value: Any, models: tuple[str, ...], where: str) -> tuple[str, ...]:
+        if isinstance(value, bool):
+            return models if value else ()
+        if not isinstance(value, list) or any(model not in models for model in value):
+            raise self._error(f"{where}.quick", value, "neither yes nor a list of the layout's models", "use true")
+        return tuple(value)
 
     def _mapping(self, value: Any, where: str, keys: Iterable[str] | None = None) -> Mapping[str, Any]:
         if not isinstance(value, dict):

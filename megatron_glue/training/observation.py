@@ -8,6 +8,7 @@ router's z-loss alone, where a wrong factor would drown in the main loss; some w
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,12 +98,13 @@ def observe(config: RunConfig, place: ObservedPlace, num_steps: int = 3) -> dict
     Returns:
         Tensors, numbers and texts by name. Whole tensors are in the first rank's report only.
     """
-    mesh = place.mesh
+    mesh, cpu_start = place.mesh, time.process_time()
     report: dict[str, Any] = {"dp_rank": mesh.dp_rank, "cp_rank": mesh.cp_rank}
     report["gradients"] = _first_gradients(config, place)
     for name, other_coefficient in (("aux_gradients", "moe_z_loss_coeff"), ("z_gradients", "moe_aux_loss_coeff")):
         report[name] = _router_gradients(config, other_coefficient, place) if config.moe.num_experts else {}
     report |= _train(config, place, num_steps)
+    report["cpu_seconds"] = time.process_time() - cpu_start
     if mesh.rank != 0:
         for name in ("gradients", "aux_gradients", "z_gradients", "weights"):
             del report[name]

@@ -33,7 +33,7 @@ def test_a_list_is_read(tmp_path: Path) -> None:
     }
     assert layouts.layouts == (
         Layout("a", 2, ("--tensor-model-parallel-size", "2"), ("dense", "moe")),
-        Layout("b", 1, (), ("moe",), "off", "deepspeed", True),
+        Layout("b", 1, (), ("moe",), "off", "deepspeed", ("moe",)),
     )
 
 
@@ -52,6 +52,7 @@ WRONG = {
     "open quotation": ('layouts: [{name: a, world_size: 1, flags: "--a \'b"}]', "layouts[0].flags"),
     "unknown model": ("models: {m: --a}\nlayouts: [{name: a, world_size: 1, models: [n]}]", "layouts[0].models"),
     "unknown switch": ("layouts: [{name: a, world_size: 1, optimisations: some}]", "layouts[0].optimisations"),
+    "quick": ("layouts: [{name: a, world_size: 1, quick: [b]}]", "layouts[0].quick"),
     "twice": ("layouts: [{name: a, world_size: 1}, {name: a, world_size: 2}]", "layouts[1].name"),
 }
 
