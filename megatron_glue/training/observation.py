@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_glue.config.environment import RankEnvironment
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.data.loader import BatchLoader
-from megatron_glue.parallel.gather import gather_full_gradients, gather_full_parameters
+from megatron_glue.parallel.gather import gather_full_parameters
 from megatron_glue.parallel.launch import choose_device
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.session import Session, build_session
@@ -118,7 +118,7 @@ def _first_gradients(config: RunConfig, place: ObservedPlace, *, is_labelled: bo
         if not is_labelled:
             watch_batches(session, lambda batches: [_without_labels(batch) for batch in batches])
         accumulate_gradients(session)
-        return gather_full_gradients(session.engine.module, place.mesh)
+        return session.engine.full_gradients()
     finally:
         session.close()
 
