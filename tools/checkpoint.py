@@ -8,6 +8,7 @@ Exit code 1: damage, named with its file; 2: the request cannot be met as writte
     python tools/checkpoint.py info runs/mine
     python tools/checkpoint.py reshard runs/mine one_file --num-shards 1
     python tools/checkpoint.py average runs/mine --last 3 --output averaged
+    python tools/checkpoint.py convert-deepspeed their_folder converted -- pretrain_gpt.py --num-layers 2
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from megatron_glue.config.environment import read_environment
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.loading import resolve_config
+from megatron_glue.config.sections import ParallelConfig
+from megatron_glue.config.validation import validate
+from megatron_glue.training.checkpoint_deepspeed import build_state, convert_deepspeed, native_step
 from megatron_glue.training.checkpoint_files import CheckpointError
 from megatron_glue.training.checkpoint_inspect import (
     OpenCheckpoint,
@@ -35,6 +41,7 @@ from megatron_glue.training.checkpoint_inspect import (
     verify,
 )
 from megatron_glue.training.checkpoint_rewrite import average, newest_of, reshard
+from megatron_glue.training.presets import GPT_DEFAULTS, MOE_DEFAULTS
 
 EXIT_DAMAGED, EXIT_USAGE = 1, 2
 Report = Callable[[int, int], None]
@@ -66,6 +73,10 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
+def _files(facts: dict[str, Any]) -> str:
+    return f"{facts['tensor_files']} tensor file{'' if facts['tensor_files'] == 1 else 's'}"
+
+
 def _facts(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     description = describe_checkpoint(checkpoint)
     facts: dict[str, Any] = {name: description[name] for name in ("checkpoint", "step", "bytes")}
@@ -88,7 +99,7 @@ def show_verify(result: dict[str, Any]) -> None:
     for found in result["verified"]:
         print(
             f"{found['checkpoint']}: good. Step {found['step']}, {found['tensors']} tensors in "
-            f"{found['tensor_files']} files, {_size(found['bytes'])}, every element once; {found['seconds']} s"
+            f"{_files(found)}, {_size(found['bytes'])}, every element once; {found['seconds']} s"
         )
 
 
@@ -131,7 +142,7 @@ def show_reshard(result: dict[str, Any]) -> None:
     written = result["written"]
     print(
         f"{written['checkpoint']}: the {written['tensors']} tensors of {result['source']}, bit for bit, in "
-        f"{written['tensor_files']} files, {_size(written['bytes'])}"
+        f"{_files(written)}, {_size(written['bytes'])}"
     )
 
 
@@ -155,6 +166,34 @@ def show_average(result: dict[str, Any]) -> None:
     print(
         f"Adam's moments, counters, the position in the data and random generators are those of "
         f"{result['all_but_weights_from']}; training goes on from step {written['step']}"
+    )
+
+
+def run_convert_deepspeed(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Rewrite a checkpoint of DeepSpeed's own format into ours."""
+    program, *words = arguments.run_words or [""]
+    defaults = {"pretrain_gpt.py": GPT_DEFAULTS, "pretrain_moe.py": MOE_DEFAULTS}.get(Path(program).name)
+    if defaults is None:
+        raise ConfigError(
+            "--",
+            program,
+            "the run that wrote the checkpoint has to be named, its model is rebuilt",
+            "end with -- pretrain_gpt.py or pretrain_moe.py and the run's flags",
+        )
+    config = resolve_config(words, read_environment(), defaults, program).config
+    validate(config.model_copy(update={"parallel": ParallelConfig()}), 1)
+    with progress_of("converting") as progress:
+        state = build_state(config, native_step(arguments.directory))
+        convert_deepspeed(arguments.directory, arguments.destination, state, arguments.num_shards, progress)
+    return {"source": arguments.directory, "written": _facts(_verified(arguments.destination))}
+
+
+def show_convert_deepspeed(result: dict[str, Any]) -> None:
+    """Print what was written."""
+    written = result["written"]
+    print(
+        f"{written['checkpoint']}: step {written['step']} of {result['source']}, {written['tensors']} tensors in "
+        f"{written['tensor_files']} files, {_size(written['bytes'])}; weights are the fp32 masters"
     )
 
 
@@ -218,7 +257,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     command.add_argument("--output", metavar="DST", type=Path, required=True, help="a folder that does not exist")
     command.add_argument("--last", type=_positive, help="of a run's folder, the newest N checkpoints (default: all)")
     command.add_argument("--num-shards", type=_positive, default=1, help="number of tensor files (default 1)")
-    return parser.parse_args(argv)
+    command = add(
+        "convert-deepspeed",
+        run_convert_deepspeed,
+        show_convert_deepspeed,
+        "write a checkpoint that DeepSpeed's engine.save_checkpoint made, ZeRO stage 0 to 3, as one of ours; every "
+        "tensor of the run's model must be there, and none may be left over",
+        "example: python tools/checkpoint.py convert-deepspeed their_folder converted -- pretrain_gpt.py --num-layers 2"
+        "\nthen:    python pretrain_gpt.py --num-layers 2 --load converted --save runs/more",
+    )
+    command.add_argument("directory", metavar="SRC", help="what save_checkpoint was given, or the tag's folder in it")
+    command.add_argument("destination", metavar="DST", type=Path, help="a folder that does not exist")
+    command.add_argument("--num-shards", type=_positive, default=1, help="number of tensor files (default 1)")
+    words = sys.argv[1:] if argv is None else argv
+    own, run_words = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    arguments = parser.parse_args(own)
+    arguments.run_words = run_words
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -154,6 +154,12 @@ class BatchLoader:
             self._pending = self._worker.submit(self._build, step.end)
         return step.batches
 
+    def skip(self, num_steps: int) -> None:
+        """Go on by a number of steps without building their batches."""
+        self._discard_pending()
+        _, self._position = self._stream.take(self._position, num_steps * self._plan.global_batch_size)
+        self._current = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it refers to, as plain JSON values. A prefetched step does not count."""
         position = self._position

@@ -7,7 +7,8 @@ and published like any other save: a folder appears under its name only when it 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,33 @@ from megatron_glue.training.checkpoint_inspect import OpenCheckpoint, Progress, 
 from megatron_glue.training.checkpoint_parts import GlobalTensor
 from megatron_glue.training.checkpoint_tensors import NamedPart, read_parts, slice_file, write_parts
 from megatron_glue.training.checkpoint_write import CONFIG_NAME, describe_written, finish_folder
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """What a new checkpoint is to hold.
+
+    Attributes:
+        index: Its tensors; where their slices are does not matter.
+        facts: Content of ``meta.json``.
+        config: Content of ``config.yaml``.
+    """
+
+    index: Mapping[str, SavedTensor]
+    facts: dict[str, Any]
+    config: bytes
+
+    @classmethod
+    def of(cls, source: OpenCheckpoint, origin: dict[str, Any]) -> Content:
+        """That of another checkpoint.
+
+        Raises:
+            CheckpointError: If its configuration cannot be read.
+        """
+        try:
+            return cls(source.index, {**source.facts, "origin": origin}, (source.path / CONFIG_NAME).read_bytes())
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: {error.strerror}") from error
 
 
 def read_tensor(checkpoint: OpenCheckpoint, name: str) -> Tensor:
@@ -49,7 +77,8 @@ def reshard(source: OpenCheckpoint, destination: Path, num_shards: int = 1, prog
         ConfigError: If the destination exists.
     """
     origin = {"resharded_from": str(source.path), "files": num_shards}
-    return _write(source, destination, lambda name: read_tensor(source, name), origin, num_shards, progress)
+    content = Content.of(source, origin)
+    return write_new(content, destination, lambda name: read_tensor(source, name), num_shards, progress)
 
 
 def average(
@@ -90,7 +119,7 @@ def average(
             total += read_tensor(source, name)
         return (total / len(sources)).to(dtype)
 
-    return _write(newest, destination, mean, origin, num_shards, progress)
+    return write_new(Content.of(newest, origin), destination, mean, num_shards, progress)
 
 
 def newest_of(sources: Sequence[OpenCheckpoint]) -> OpenCheckpoint:
@@ -109,7 +138,7 @@ def _check_alike(one: OpenCheckpoint, other: OpenCheckpoint) -> None:
             raise CheckpointError(f"{other.path}: {name} {there}, in {one.path} it is {saved.shape} {saved.dtype}")
 
 
-def shards_of(index: dict[str, SavedTensor], num_shards: int) -> list[list[str]]:
+def shards_of(index: Mapping[str, SavedTensor], num_shards: int) -> list[list[str]]:
     """Deal tensors to files of about the same size, the largest first.
 
     Args:
@@ -127,24 +156,38 @@ def shards_of(index: dict[str, SavedTensor], num_shards: int) -> list[list[str]]
     return [sorted(shard) for shard in shards if shard]
 
 
-def _write(
-    source: OpenCheckpoint,
+def write_new(
+    content: Content,
     destination: Path,
     read: Callable[[str], Tensor],
-    origin: dict[str, Any],
-    num_shards: int,
-    progress: Progress,
+    num_shards: int = 1,
+    progress: Progress = no_progress,
 ) -> Path:
-    """Write what ``read`` returns for each name of the source, with the source's facts."""
+    """Write a checkpoint tensor by tensor.
+
+    Args:
+        content: What it holds.
+        destination: A folder that does not exist.
+        read: Returns the whole tensor of a name.
+        num_shards: Number of files.
+        progress: Told about bytes as they are written.
+
+    Returns:
+        The destination.
+
+    Raises:
+        CheckpointError: If something cannot be read or written; the destination does not exist then.
+        ConfigError: If the destination exists.
+    """
     if destination.exists():
         raise ConfigError("DESTINATION", destination, "exists already", "name a new folder, or remove this one")
     folder = destination.with_name(destination.name + files.INCOMPLETE_SUFFIX)
-    total, done = sum(saved.num_bytes for saved in source.index.values()), 0
+    total, done = sum(saved.num_bytes for saved in content.index.values()), 0
 
     def parts(names: list[str]) -> Iterator[NamedPart]:
         nonlocal done
         for name in names:
-            saved = source.index[name]
+            saved = content.index[name]
             yield NamedPart(name, saved.shape, GlobalTensor.whole(read(name)).parts[0])
             done += saved.num_bytes
             progress(done, total)
@@ -153,13 +196,12 @@ def _write(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         written, indexes = [], []
-        for number, names in enumerate(shards_of(source.index, num_shards)):
+        for number, names in enumerate(shards_of(content.index, num_shards)):
             file, index = write_parts(folder / slice_file(number), parts(names))
             written.append(file)
             indexes.append(index)
-        facts = files.to_json({**source.facts, "origin": origin})
-        config = (source.path / CONFIG_NAME).read_bytes()
-        finish_folder(folder, merge_tensors(indexes, folder), describe_written(written), facts, config)
+        facts = files.to_json(content.facts)
+        finish_folder(folder, merge_tensors(indexes, folder), describe_written(written), facts, content.config)
         files.sync_folder(folder)
         folder.rename(destination)
         files.sync_folder(destination.parent)

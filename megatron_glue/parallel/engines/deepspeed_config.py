@@ -50,6 +50,7 @@ _REFUSED = {
     "managed_gradient_accumulation": ("the training step says which micro-batch is the last", "leave it out"),
     "hybrid_engine": ("it is another engine", "leave it out"),
     "zero_optimization.zenflow": ("it delays updates, and checkpoints would miss them", "leave it out"),
+    "zero_optimization.round_robin_gradients": ("DeepSpeed's map of its masters is wrong with it", "leave it out"),
     "zero_optimization.elastic_checkpoint": ("checkpoints fit every layout as it is", "leave it out"),
     "bf16.bf16_master_weights_and_grads": ("master weights are fp32", "leave it out"),
     "bf16.bf16_optimizer_states": ("moments are fp32", "leave it out"),
@@ -175,7 +176,8 @@ def _check(run: DeepSpeedRun, key: str, value: Any) -> None:
     """Refuse a value that contradicts our flags or promises."""
     assert run.config_path is not None
     for refused, (reason, remedy) in _REFUSED.items():
-        if key == refused or key.startswith(f"{refused}."):
+        # False and null turn something off, as if it were not there.
+        if (key == refused or key.startswith(f"{refused}.")) and value not in (False, None):
             raise ConfigError(FLAG, run.config_path, f"{refused}: {reason}", remedy)
     if key.startswith("zero_optimization.offload_") and key.endswith(".device") and value == "nvme":
         reason = f"{key}=nvme: checkpoints need weights and moments in memory"

@@ -339,3 +339,16 @@ def test_batches_reach_the_device_intact_while_it_is_busy(prefetch):
                 assert batch.labels_T.device.type == batch.sequence.positions_T.device.type == "cuda"
             del batch
     assert [ids.tolist() for ids in seen] == expected
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_skipped_steps_are_those_that_would_have_come(prefetch):
+    with (
+        loader_of(BatchPlan(2, 4), prefetch=prefetch) as walked,
+        loader_of(BatchPlan(2, 4), prefetch=prefetch) as jumped,
+    ):
+        packs_of_steps(walked, 9)
+        packs_of_steps(jumped, 2)
+        jumped.skip(7)
+        assert jumped.state_dict() == walked.state_dict()
+        assert ids_of_steps(jumped, 3) == ids_of_steps(walked, 3)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.parallel.precision import Precision, local, track_updates
+from megatron_glue.parallel.precision import Precision, local, set_unrounded, track_updates
 
 
 def make_weight(rows: int = 4) -> nn.Parameter:
@@ -130,3 +130,17 @@ def test_precision_names() -> None:
     assert Precision.from_name("bf16", "cpu").master_dtype == torch.float32
     with pytest.raises(ConfigError, match="--precision=fp8"):
         Precision.from_name("fp8", "cpu")
+
+
+def test_a_rounded_parameter_can_be_read_unrounded() -> None:
+    values = torch.tensor([1.0, 1.0 + 2**-12])
+    weight = nn.Parameter(values.bfloat16())
+    assert torch.equal(local(weight, torch.float32), torch.ones(2)), "only rounded values are known"
+    set_unrounded(weight, values)
+    read = local(weight, torch.float32)
+    assert torch.equal(read, values)
+    (read * torch.tensor([2.0, 3.0])).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16
+    assert weight.grad.tolist() == [2.0, 3.0]
+    assert local(weight, torch.bfloat16) is weight

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_glue.parallel.flat_range import FlatRange
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.shard_spec import ShardSpec, tensor_split
 from megatron_glue.training.checkpoint_index import find_fault
@@ -86,3 +87,18 @@ def test_a_range_of_a_flattened_region_becomes_boxes(sizes: list[int], data: st.
             found[where] = part.tensor
             assert part.tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
     assert torch.equal(found, whole)
+
+
+def test_a_range_that_zero_cut_lies_in_its_ranks_slice_of_the_whole() -> None:
+    spec = ShardSpec("experts", (4, 3, 2), (("ep", 0),))
+    mesh = ParallelMesh(world_size=4, sizes={"ep": 2, "edp": 2}, ranks={"ep": 1, "edp": 1})
+    whole = torch.arange(24.0).view(4, 3, 2)
+    flat = whole[2:].flatten()
+    found = place(FlatRange(flat[5:], 5), spec, mesh)
+    assert (found.shape, found.dtype) == ((4, 3, 2), torch.float32)
+    for part in found.parts:
+        box = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))
+        assert torch.equal(part.tensor, whole[box])
+        part.tensor.fill_(-1.0)
+    assert flat.tolist() == [12.0, 13.0, 14.0, 15.0, 16.0] + [-1.0] * 7, "parts share the range's memory"
+    assert place(FlatRange(flat[:0], 0), spec, mesh).parts == ()

@@ -171,3 +171,23 @@ def test_it_is_what_was_chosen(implementation: str) -> None:
     optimizer = build(TinyModel(), implementation)
     assert optimizer.implementation == implementation
     assert optimizer.torch_optimizer.defaults[implementation] is True
+
+
+def test_moments_are_made_when_they_are_asked_for_and_not_before() -> None:
+    optimizer = build(nn.Linear(3, 2), "fused")
+    assert not optimizer.torch_optimizer.state
+    states = {name: state for name, _, state in optimizer.named_state()}
+    assert states["weight"]["exp_avg"].shape == (2, 3)
+    assert states["weight"] is next(state for name, _, state in optimizer.named_state() if name == "weight")
+
+
+def test_another_update_can_take_the_place_of_torchs_own() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = build(model, "foreach")
+    calls: list[str] = []
+    optimizer.run_update = lambda: calls.append("updated")
+    before = model.weight.detach().clone()
+    optimizer.step(0.1, torch.tensor(1.0))
+    optimizer.step(0.1, torch.tensor(float("nan")))
+    assert calls == ["updated"], "and is skipped like it"
+    assert torch.equal(model.weight, before)

@@ -97,6 +97,7 @@ def test_unknown_sections_pass_through_and_ours_stay(tmp_path: Path) -> None:
         "steps_per_print": 3,
         "future_section": {"a": [1, {"b": None}]},
         "communication_data_type": "bf16",
+        "prescale_gradients": False,
     }
     config = build(tmp_path, given)
     assert config["zero_optimization"] == {
@@ -127,6 +128,7 @@ def test_unknown_sections_pass_through_and_ours_stay(tmp_path: Path) -> None:
         ({"prescale_gradients": True}, "prescale_gradients: ", "leave it out"),
         ({"gradient_allreduce_op": "mean"}, "gradient_allreduce_op: ", "leave it out"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: ", "--data-parallel-engine"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients: ", "leave it out"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow: ", "leave it out"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device=nvme", '"cpu"'),
         ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow: ", "leave it out"),
