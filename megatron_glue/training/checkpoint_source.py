@@ -142,7 +142,7 @@ def _notes(
         bad = ", ".join(str(failed) for failed, _ in failures)
         notes.append(f"warning: {bad} cannot be read ({failures[0][1]}); falling back to {path}")
     if not source.is_own:
-        notes.append(f"starting from {path} ({flag_of('load')}); new checkpoints go to {store.root}")
+        notes.append(f"new checkpoints go to {store.root}; {path} ({flag_of('load')}) stays as it is")
     if changes:
         notes.append("changed since that checkpoint, the present values count: " + ", ".join(changes))
     return tuple(notes)

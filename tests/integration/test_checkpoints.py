@@ -129,7 +129,7 @@ def test_load_starts_from_another_folder_and_never_writes_there(folder: Folder, 
     folder.succeed(*RUN, "--train-iters", "4")
     before = {path: path.stat().st_mtime_ns for path in (folder.path / "run").rglob("*")}
     summary, out = folder.succeed("--load", "run", "--save", "more", "--save-interval", "0", "--train-iters", "8")
-    assert "starting from run/step_00000004 (--load); new checkpoints go to more" in out
+    assert "new checkpoints go to more; run/step_00000004 (--load) stays as it is" in out
     assert summary["losses"][:4] == straight["losses"][:4]
     assert folder.steps("more") == [8]
     assert before == {path: path.stat().st_mtime_ns for path in (folder.path / "run").rglob("*")}

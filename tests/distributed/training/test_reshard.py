@@ -89,7 +89,7 @@ def start(layout: str, corpus: str, **training: Any) -> Session:
         model=MODEL,
         moe={"num_experts": 0} if layout.startswith("dense") else MOE,
         parallel=LAYOUTS[layout][1],
-        data={"segment_alignment": 4},
+        data={"segment_alignment": 4, "seq_length": 64},
         training={"global_batch_size": 12, **training},
     )
     mesh = ParallelMesh.build(config.parallel, "cpu", config.model.num_kv_heads)
@@ -145,8 +145,7 @@ def save_all(rank: int, world_size: int, corpus: str, root: str) -> None:
         if size != world_size:
             continue
         session = start(layout, corpus)
-        for _ in range(2):
-            session.metrics.add(train_step(session), 0.0)
+        session.metrics.add(train_step(session), 0.0)
         session.metrics.flush(session.host_reader, session.mesh.world_group)
         store = store_of(root, layout, session)
         store.save(session.iteration, session.training_state())
@@ -176,7 +175,7 @@ def load_all(rank: int, world_size: int, corpus: str, root: str) -> list[str]:
             scramble(session)
             loaded = store.load(store.find_latest(), session.training_state())
             session.adopt(loaded)
-            assert session.iteration == 2
+            assert session.iteration == 1
             assert session.metrics.losses == expected["losses"]
             state = whole_state(session)
             assert state.keys() == expected["state"].keys(), f"{source} -> {layout}"
@@ -217,7 +216,7 @@ def test_what_several_ranks_or_stages_hold_is_written_once(saved: str) -> None:
     """A tied embedding on two stages, replicas of data parallelism, copies of a KV head."""
     names: dict[str, set[str]] = {}
     for layout in LAYOUTS:
-        folder = Path(saved) / layout.replace(" ", "-") / "step_00000002"
+        folder = Path(saved) / layout.replace(" ", "-") / "step_00000001"
         index = read_index(folder)
         names[layout] = {name for name in index if not name.startswith("rng.")}
         written = [part.relative_path for tensor in index.values() for part in tensor.slices]

@@ -54,7 +54,7 @@ def test_info(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_reshard_and_average(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["reshard", str(root), str(tmp_path / "two"), "--num-shards", "2"]) == 0
-    assert "bit for bit, in 2 files" in capsys.readouterr().out
+    assert "bit for bit, in 2 tensor files" in capsys.readouterr().out
     result = json_of(capsys, "average", root, "--last", 2, "--output", tmp_path / "mean")
     assert result["sources"] == [f"{root}/step_00000001", f"{root}/step_00000002"]
     assert result["all_but_weights_from"] == f"{root}/step_00000002"

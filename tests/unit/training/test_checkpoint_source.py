@@ -58,7 +58,7 @@ def test_without_own_checkpoints_another_folder_or_step_is_read(tmp_path: Path) 
     start = load_source(run.store, source, run.state(), may_fall_back=False)
     assert start.loaded.step == 2
     assert start.notes == (
-        f"starting from {tmp_path / 'other/step_00000002'} (--load); new checkpoints go to {tmp_path / 'own'}",
+        f"new checkpoints go to {tmp_path / 'own'}; {tmp_path / 'other/step_00000002'} (--load) stays as it is",
     )
     assert all(torch.equal(tensor, tensors[2][name]) for name, tensor in run.tensors().items())
     assert run.store.save(2, run.state()), "what another run saved is not this run's checkpoint"
