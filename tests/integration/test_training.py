@@ -66,6 +66,22 @@ def test_optimisations_change_no_loss(corpus: str, uninterrupted: dict[str, obje
     assert off["host_reads"] > 0
 
 
+def test_a_pipeline_trains_as_one_process_does(corpus: str, uninterrupted: dict[str, object], tmp_path: Path) -> None:
+    command = [*MOE, *ALL_ON, "--data-path", corpus, "--train-iters", "12", "--exit-interval", "4", "--check-ranks"]
+    outcome = succeed(
+        [*command, "--pipeline-model-parallel-size", "2", "--save", "run", "--summary-path", "s.json"], tmp_path, 2
+    )
+    assert "pipeline: 1f1b, 2 stages on 2 ranks, layers 2 + 1, 4 micro-batches per step" in outcome.stdout
+    assert "sample continuation" in outcome.stdout
+    piped, losses = summary(tmp_path / "s.json"), uninterrupted["losses"]
+    assert isinstance(losses, list)
+    assert piped["losses"] == pytest.approx(losses[:4], rel=1e-5)
+    assert piped["metadata_builds"] == piped["micro_batches"] == 16
+    assert piped["host_reads"] == 0
+    succeed([*command, "--pipeline-model-parallel-size", "2", "--save", "run", "--summary-path", "t.json"], tmp_path, 2)
+    assert summary(tmp_path / "t.json")["losses"] == pytest.approx(losses[:8], rel=1e-4), "resumed"
+
+
 def test_a_stopped_run_resumes_bit_for_bit(corpus: str, uninterrupted: dict[str, object], tmp_path: Path) -> None:
     command = [*MOE, *ALL_ON, "--data-path", corpus, "--train-iters", "12", "--save", "run", "--summary-path", "s.json"]
     succeed([*command, "--exit-interval", "5"], tmp_path)

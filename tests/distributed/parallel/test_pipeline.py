@@ -96,6 +96,8 @@ def run_on_rank(rank: int, world_size: int, kind: ScheduleKind) -> dict[str, Any
 
 @pytest.mark.parametrize(("world_size", "kind"), [(4, "1f1b"), (4, "gpipe"), (2, "interleaved"), (2, "zb"), (4, "zb")])
 def test_sums_reach_every_stage_and_nothing_is_divided(world_size: int, kind: ScheduleKind) -> None:
+    if kind == "zb" and not pipeline.splits_backward_of_functions():
+        pytest.skip("this torch cannot split the backward of an autograd Function")
     product = float(torch.arange(1, NUM_STAGES + 1).prod())
     tokens = NUM_TOKENS * WIDTH * (1 + 2 + 3 + 4)
     ranks = run_distributed(run_on_rank, world_size, kind)
