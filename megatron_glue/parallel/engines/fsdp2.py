@@ -9,8 +9,9 @@ Precision: parameters, their gradients and the reduction are fp32; the gather ca
 marked with ``keep_full_precision`` is left out when the two differ: it stays replicated and is summed after backward.
 
 Gradients are reduced in every micro-batch: waiting for the last would keep unsharded gradients of the whole model, and
-their memory is what this engine is chosen to save. ZeRO stage 2 keeps gathered weights from forward to backward, stage
-3 gathers them again; a true stage 1 does not exist here (DeepSpeed has it).
+their memory is what this engine is chosen to save. Under a pipeline torch's schedule reduces once, after the last
+backward. ZeRO stage 2 keeps gathered weights from forward to backward, stage 3 gathers them again; a true stage 1 does
+not exist here (DeepSpeed has it).
 """
 
 from __future__ import annotations
