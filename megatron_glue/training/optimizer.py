@@ -3,6 +3,9 @@
 The last station of a step: gradients arrive reduced and clipped, the learning rate comes from ``lr_schedule.py``. It
 neither reduces nor clips, and hyperparameters are no state: only moments, step counters and the number of skipped
 updates go into a checkpoint, so a resumed run follows its present configuration.
+
+No part is updated before the last gradient has been reduced, not even without clipping: whether there is an update at
+all depends on every gradient being finite, and a part that was updated early could not be taken back.
 """
 
 from __future__ import annotations
