@@ -36,12 +36,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from megatron_glue.config.environment import RankEnvironment, read_environment
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.loading import resolve_config
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.config.validation import validate
+from megatron_glue.parallel.flat_range import FlatRange
 from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.metrics import StepTimer
@@ -158,7 +160,12 @@ def take_over(session: Session, baseline: Session) -> None:
         session.optimizer.named_state(), baseline.optimizer.named_state(), strict=True
     ):
         for key, tensor in moments.items():
-            tensor.copy_(source[key])
+            _values(tensor).copy_(_values(source[key]))
+
+
+def _values(moment: Tensor | FlatRange) -> Tensor:
+    """Where a moment's numbers are: ZeRO keeps a range of them."""
+    return moment.values if isinstance(moment, FlatRange) else moment
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:

@@ -24,9 +24,9 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ParallelConfig
 
-TOKEN_AXES = ("pp", "dp", "cp", "tensor")
-DENSE_AXES = ("pp", "dp_replicate", "fsdp", "tp", "kv_copy")
-EXPERT_AXES = ("pp", "edp", "ep", "etp")
+TOKEN_AXES: tuple[str, ...] = ("pp", "dp", "cp", "tensor")
+DENSE_AXES: tuple[str, ...] = ("pp", "dp_replicate", "fsdp", "tp", "kv_copy")
+EXPERT_AXES: tuple[str, ...] = ("pp", "edp", "ep", "etp")
 
 _MERGED_TOKEN_AXES: dict[str, tuple[str, ...]] = {
     "dp_cp": ("dp", "cp"),
@@ -375,9 +375,11 @@ def axis_sizes_of(
     token = (pp_size, dp_size, cp_size, tp_size)
     dense = (pp_size, dp_replicate, dp_size // dp_replicate * cp_size, kv_split, tp_size // kv_split)
     expert = (pp_size, stage_size // (ep_size * etp_size), ep_size, etp_size)
-    views = ((TOKEN_AXES, token), (DENSE_AXES, dense), (EXPERT_AXES, expert))
-    first, second, third = (dict(zip(axes, view, strict=True)) for axes, view in views)
-    return first, second, third
+    return (
+        dict(zip(TOKEN_AXES, token, strict=True)),
+        dict(zip(DENSE_AXES, dense, strict=True)),
+        dict(zip(EXPERT_AXES, expert, strict=True)),
+    )
 
 
 def _embedding_group(world_size: int, pp_size: int, pp_rank: int) -> ProcessGroup | None:
@@ -388,6 +390,6 @@ def _embedding_group(world_size: int, pp_size: int, pp_rank: int) -> ProcessGrou
     for place in range(stage_size):
         members = [place, (pp_size - 1) * stage_size + place]
         group = dist.new_group(members)
-        if dist.get_rank() in members:
+        if isinstance(group, ProcessGroup) and dist.get_rank() in members:
             own = group
     return own if pp_rank in (0, pp_size - 1) else None
