@@ -133,8 +133,8 @@ class TrialSettings:
 
     @property
     def num_steps(self) -> int:
-        """Steps of a run that is long enough to be killed so often."""
-        return self.num_kills * (WINDOW_STEPS + SAVE_INTERVAL) + 20
+        """Steps of a run that is long enough to be killed so often: most rounds end less than a window further on."""
+        return self.num_kills * WINDOW_STEPS + 40
 
 
 class KillTrial:
@@ -193,7 +193,7 @@ class KillTrial:
             What is wrong, and the figures.
         """
         killed = self._run_to_end("run", self._layouts[len(self.noted()) % len(self._layouts)], "sync")
-        whole = self._run_to_end("whole", self._layouts[0], "sync")
+        whole = self._run_to_end("whole", self._layouts[0], "sync", "--save-interval", "0")
         failures: list[str] = []
         figures: dict[str, Any] = {"steps": len(whole["losses"])}
         for name in ("losses", "grad_norms"):
@@ -210,14 +210,14 @@ class KillTrial:
                 failures.append(f"{name} differ at {len(wrong)} steps, {first}")
         return failures, figures
 
-    def _start(self, name: str, layout: Layout, saves: str) -> LocalJob:
-        flags = [*self._flags, *layout.flags, "--save", str(self._folder / name)]
+    def _start(self, name: str, layout: Layout, saves: str, *more: str) -> LocalJob:
+        flags = [*self._flags, *layout.flags, *more, "--save", str(self._folder / name)]
         flags += ["--summary-path", str(self._folder / f"{name}.json")] + (["--async-save"] if saves == "async" else [])
         log_path = self._folder / f"{name}.log"
         return LocalJob(flags, layout.world_size, log_path, is_cold=self._settings.is_cold)
 
-    def _run_to_end(self, name: str, layout: Layout, saves: str) -> dict[str, Any]:
-        job = self._start(name, layout, saves)
+    def _run_to_end(self, name: str, layout: Layout, saves: str, *more: str) -> dict[str, Any]:
+        job = self._start(name, layout, saves, *more)
         try:
             if not wait_until(lambda: job.exit_code is not None, self._settings.run_timeout_s):
                 raise CheckpointError(f"{name} still ran after {self._settings.run_timeout_s} s")

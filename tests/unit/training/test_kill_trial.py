@@ -99,7 +99,7 @@ def test_what_a_kill_must_not_leave_is_found(tmp_path: Path) -> None:
 
 
 def course(folder: Path, monkeypatch: pytest.MonkeyPatch, killed: list[float], whole: list[float], **more: Any) -> Any:
-    def run_to_end(self: KillTrial, name: str, layout: Layout, saves: str) -> dict[str, Any]:
+    def run_to_end(self: KillTrial, name: str, layout: Layout, saves: str, *more: str) -> dict[str, Any]:
         losses = killed if name == "run" else whole
         return {"losses": losses, "grad_norms": [1.0] * len(losses)}
 
