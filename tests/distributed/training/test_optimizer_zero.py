@@ -14,14 +14,18 @@ from tests.support.tolerances import assert_close
 
 pytestmark = needs_deepspeed
 
-# world, (engine, stage, ep), bf16, experts
+SHARD_EVERYTHING = {"stage3_param_persistence_threshold": 0, "sub_group_size": 60}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+# world, (engine, stage, ep), bf16, section zero_optimization of DeepSpeed's file. Stage 3 has no experts.
 RUNS = {
-    "stage1-ep2": (2, ("deepspeed", 1, 2), False, True),
-    "stage2-ep2xdp2": (4, ("deepspeed", 2, 2), False, True),
-    "stage1-bf16": (4, ("deepspeed", 1, 2), True, True),
-    "stage2-bf16": (2, ("deepspeed", 2, 1), True, True),
-    "stage3": (4, ("deepspeed", 3, 1), False, False),
-    "stage3-bf16": (2, ("deepspeed", 3, 1), True, False),
+    "stage1-ep2": (2, ("deepspeed", 1, 2), False, {}),
+    "stage2-ep2xdp2": (4, ("deepspeed", 2, 2), False, {}),
+    "stage2-offload": (2, ("deepspeed", 2, 1), False, OFFLOAD),
+    "stage1-bf16": (4, ("deepspeed", 1, 2), True, {}),
+    "stage2-bf16": (2, ("deepspeed", 2, 1), True, {}),
+    "stage3": (4, ("deepspeed", 3, 1), False, {}),
+    "stage3-sharded": (2, ("deepspeed", 3, 1), False, SHARD_EVERYTHING),
+    "stage3-bf16": (2, ("deepspeed", 3, 1), True, SHARD_EVERYTHING),
 }
 Layout = tuple[str, int | None, int]
 
@@ -33,17 +37,18 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def save_resume_and_change(
-    rank: int, world_size: int, root: str, layout: Layout, bf16: bool, has_experts: bool
+    rank: int, world_size: int, root: str, layout: Layout, bf16: bool, config_path: str
 ) -> dict[str, torch.Tensor]:
     """Straight on against stopped and resumed; then through another engine and back."""
-    run = ToyRun(*layout, bf16=bf16, has_experts=has_experts)
+    options = {"bf16": bf16, "has_experts": layout[1] != 3}
+    run = ToyRun(*layout, **options, config_path=config_path)
     run.train(2)
     run.store(root).save(2, run.state())
     saved = run.tensors()
     run.train(1)
     straight = run.tensors()
 
-    resumed = ToyRun(*layout, bf16=bf16, has_experts=has_experts)
+    resumed = ToyRun(*layout, **options, config_path=config_path)
     resumed.scramble()
     store = resumed.store(root)
     loaded = store.load(store.find_latest(), resumed.state())
@@ -52,7 +57,7 @@ def save_resume_and_change(
     resumed.train(1)
     assert_equal(resumed.tensors(), straight, "resumed")
 
-    other = ToyRun("fsdp2" if layout[2] == 1 else "ddp", None, layout[2], bf16=bf16, has_experts=has_experts)
+    other = ToyRun("fsdp2" if layout[2] == 1 else "ddp", None, layout[2], **options)
     other.scramble()
     store = other.store(root)
     store.load(store.find_latest(), other.state())
@@ -63,7 +68,7 @@ def save_resume_and_change(
     store.save(3, other.state())
     changed = other.tensors()
 
-    back = ToyRun(*layout, bf16=bf16, has_experts=has_experts)
+    back = ToyRun(*layout, **options, config_path=config_path)
     back.scramble()
     store = back.store(root)
     store.load(store.find_latest(), back.state())
@@ -78,11 +83,13 @@ def save_resume_and_change(
 
 @pytest.mark.parametrize("name", RUNS)
 def test_f104_resumed_bit_equal_and_read_by_other_engines(tmp_path: Path, name: str) -> None:
-    world_size, layout, bf16, has_experts = RUNS[name]
+    world_size, layout, bf16, section = RUNS[name]
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({"zero_optimization": section}))
     saved = run_distributed(
-        save_resume_and_change, world_size, str(tmp_path), layout, bf16, has_experts, timeout_s=120.0
+        save_resume_and_change, world_size, str(tmp_path), layout, bf16, str(file), timeout_s=120.0
     )[0]
-    one = ToyRun(bf16=bf16, has_experts=has_experts)
+    one = ToyRun(bf16=bf16, has_experts=layout[1] != 3)
     one.scramble()
     one.store(tmp_path).load(tmp_path / "step_00000002", one.state())
     assert_equal(one.tensors(), saved, "read by one process")

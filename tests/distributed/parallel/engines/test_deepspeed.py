@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.parallel.precision import local
 from tests.support.deepspeed_runs import ToyRun, needs_deepspeed
 from tests.support.processes import run_distributed
 from tests.support.tolerances import RELATIVE_NORM, assert_close
@@ -106,6 +107,30 @@ def test_f113_nan_on_one_rank_skips_the_update_on_all(stage: int, bf16: bool) ->
     assert run_distributed(skip_together, 2, stage, bf16) == [[1, 1], [1, 1]]
 
 
+def read_routers(rank: int, world_size: int, root: str, stage: int) -> None:
+    run, other = (ToyRun("deepspeed", stage, bf16=True) for _ in range(2))
+
+    def check(one: ToyRun, what: str) -> None:
+        router = one.engine.model.blocks[0].managed.router
+        master = one.weights()["blocks.0.router"]
+        assert router.dtype == torch.bfloat16
+        assert not torch.equal(master, master.bfloat16().float()), "rounding would show"
+        assert torch.equal(local(router, torch.float32), master), what
+
+    check(run, "at the start")
+    run.train(1)
+    check(run, "after an update")
+    run.store(root).save(1, run.state())
+    other.scramble()
+    other.store(root).load(Path(root) / "step_00000001", other.state())
+    check(other, "after a load")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_router_reads_its_unrounded_weights_in_bf16(tmp_path: Path, stage: int) -> None:
+    run_distributed(read_routers, 2, str(tmp_path), stage)
+
+
 def drop_gradients(rank: int, world_size: int, stage: int) -> None:
     run, clean = (ToyRun("deepspeed", stage, has_experts=stage != 3) for _ in range(2))
     run.backward()
@@ -120,6 +145,26 @@ def drop_gradients(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_that_are_dropped_leave_nothing_behind(stage: int) -> None:
     run_distributed(drop_gradients, 2, stage)
+
+
+def offload(rank: int, world_size: int, stage: int, path: str) -> None:
+    one, run = ToyRun(has_experts=stage != 3), ToyRun("deepspeed", stage, has_experts=stage != 3, config_path=path)
+    for _ in range(2):
+        one.backward()
+        run.backward()
+        for name, gradient in one.engine.full_gradients().items():
+            assert_close(run.engine.full_gradients()[name], gradient, what=f"gradient of {name}")
+        assert math.isclose(run.update(), one.update(), rel_tol=1e-5)
+    for name, tensor in one.tensors().items():
+        assert_close(run.tensors()[name], tensor, what=name, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload_to_the_cpu_changes_nothing(tmp_path: Path, stage: int) -> None:
+    path = tmp_path / "file.json"
+    section = {"offload_optimizer": {"device": "cpu"}} | ({"offload_param": {"device": "cpu"}} if stage == 3 else {})
+    path.write_text(json.dumps({"zero_optimization": section}))
+    run_distributed(offload, 2, stage, str(path))
 
 
 def read_settings(rank: int, world_size: int, path: str) -> list[object]:
