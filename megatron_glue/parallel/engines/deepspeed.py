@@ -11,7 +11,7 @@ the loss is multiplied by it: exact where it is a power of two, one rounding per
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,7 +88,8 @@ class DeepSpeedEngine(DataParallelEngine):
             if self.mesh.ep_size > 1:
                 torch_optimizer.param_groups[:] = _split_experts(torch_optimizer.param_groups, self.mesh.ep_size)
         # DeepSpeed makes its masters from weights that it has rounded to bf16. Ours were never rounded.
-        exact = {param: param.data for param in self.gradient_parameters()} if self._rounds_weights else {}
+        rounds = self._run.has_low_precision_weights
+        exact = {param: param.data for param in self.gradient_parameters()} if rounds else {}
         self._engine = self._initialize(torch_optimizer)
         self.module = self._engine
         if zero_stage == 0:
@@ -107,12 +108,9 @@ class DeepSpeedEngine(DataParallelEngine):
         self._optimizer = optimizer.under_zero(self._engine, self._storage)
         return self._optimizer
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Tell DeepSpeed which micro-batch ends the step."""
-        return self._boundary(is_last)
-
     @contextmanager
-    def _boundary(self, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Tell DeepSpeed which micro-batch ends the step."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         yield
 
@@ -171,15 +169,11 @@ class DeepSpeedEngine(DataParallelEngine):
     def describe(self) -> str:
         """One line for the log."""
         what = ("nothing", "optimizer states", "optimizer states and gradients", "weights, gradients and moments")
-        file = "" if self._run.config_path is None else f" and {self._run.config_path}"
+        file = "" if self._run.config_path is None else f", with {self._run.config_path}"
         return (
             f"data parallel: deepspeed {self._library.__version__}, ZeRO stage {self._run.zero_stage}, "
-            f"{what[self._run.zero_stage]} cut over {self.mesh.dp_size} ranks; {FLAG} derived{file}"
+            f"{what[self._run.zero_stage]} cut over {self.mesh.dp_size} ranks{file}"
         )
-
-    @property
-    def _rounds_weights(self) -> bool:
-        return self._run.has_low_precision_weights
 
     def _initialize(self, torch_optimizer: torch.optim.Optimizer) -> Any:
         try:
