@@ -25,11 +25,10 @@ def _world(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
     parallel, training = config.parallel, config.training
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     if world_size % split:
+        axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        given = " x ".join(f"{flag_of(axis)} {getattr(parallel, axis)}" for axis in axes if getattr(parallel, axis) > 1)
         yield ConfigError(
-            "WORLD_SIZE",
-            world_size,
-            f"is no multiple of tensor x pipeline x context parallel size ({split})",
-            "start another number of processes",
+            "WORLD_SIZE", world_size, f"is no multiple of {given}", f"start {split} processes or a multiple of that"
         )
         return
     dp_size, stage_size = world_size // split, world_size // parallel.pipeline_model_parallel_size
