@@ -12,7 +12,8 @@ from tests.support.commands import ROOT, environment
 
 def test_train_single_starts_one_process_per_nproc(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:], flush=True)\n")
+    # One write per rank: unbuffered, print would send a line and its end apart, and the ranks' would mix.
+    program.write_text("import os, sys; os.write(1, f'rank {os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode())\n")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [str(ROOT / "scripts/train_single.sh"), str(program), "--flag", "two words"]
     outcome = subprocess.run(
