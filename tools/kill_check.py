@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -42,6 +41,7 @@ from megatron_glue.config.loading import resolve_config
 from megatron_glue.config.validation import validate
 from megatron_glue.parallel import local_ranks
 from megatron_glue.training.checkpoint_files import CheckpointError
+from megatron_glue.training.exit_codes import exit_code_of
 from megatron_glue.training.kill_trial import FLAGS, MOMENTS, KillTrial, Round, TrialSettings
 from megatron_glue.training.layouts import read_layouts
 from megatron_glue.training.local_jobs import PRELOADED
@@ -168,17 +168,7 @@ def run() -> int:
 
 def main() -> int:
     """Entry point with one-line errors."""
-    try:
-        return run()
-    except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except (OSError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
+    return exit_code_of(run, CheckpointError)
 
 
 if __name__ == "__main__":

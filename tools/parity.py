@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -47,6 +46,7 @@ from megatron_glue.config.validation import validate
 from megatron_glue.parallel import local_ranks
 from megatron_glue.parallel.local_ranks import LocalGroup, RankFailedError, run_on_ranks
 from megatron_glue.training.comparison import Comparison, compare
+from megatron_glue.training.exit_codes import exit_code_of
 from megatron_glue.training.layouts import Layout, read_layouts
 from megatron_glue.training.observation import observe_on_rank
 from megatron_glue.training.sample_documents import write_sample_documents
@@ -306,17 +306,7 @@ def run() -> int:
 
 def main() -> int:
     """Entry point with one-line errors."""
-    try:
-        return run()
-    except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
+    return exit_code_of(run)
 
 
 if __name__ == "__main__":

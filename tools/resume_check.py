@@ -26,7 +26,6 @@ of the entry points are accepted too and hold for every run.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -46,6 +45,7 @@ from megatron_glue.parallel import local_ranks
 from megatron_glue.parallel.local_ranks import RankFailedError
 from megatron_glue.training.checkpoint_files import CheckpointError
 from megatron_glue.training.courses import Case, CourseRunner, Stage, Verdict, judge
+from megatron_glue.training.exit_codes import exit_code_of
 from megatron_glue.training.layouts import LayoutList, read_layouts
 from megatron_glue.training.local_training import LocalRunError
 from megatron_glue.training.presets import GPT_DEFAULTS
@@ -220,17 +220,7 @@ def run() -> int:
 
 def main() -> int:
     """Entry point with one-line errors."""
-    try:
-        return run()
-    except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
+    return exit_code_of(run)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from megatron_glue.training.checkpoint import CheckpointStore
 from megatron_glue.training.checkpoint_files import CheckpointError
 from megatron_glue.training.checkpoint_source import Source, Start, find_source, load_source
 from megatron_glue.training.closing import collect_summary, sample
+from megatron_glue.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from megatron_glue.training.generation import printable
 from megatron_glue.training.loop import Run, train
 from megatron_glue.training.monitor import Monitor
@@ -41,7 +42,6 @@ from megatron_glue.training.session import Session, build_session
 from megatron_glue.training.summary import check_writable_file, print_summary, write_json
 
 SUMMARY_NAME = "summary.json"
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(defaults: RunConfig, argv: Sequence[str] | None = None, watch: Callable[[Session], None] | None = None) -> int:
