@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 import torch
@@ -113,9 +114,9 @@ def _gather(value: Tensor, param: Tensor, mesh: ParallelMesh) -> Tensor:
 
 
 def differing_replicas(model: nn.Module, mesh: ParallelMesh) -> list[str]:
-    """Names of parameters that are not bit-equal on the ranks that should hold the same values.
+    """Names of parameters and buffers that are not bit-equal on the ranks that should hold the same values.
 
-    Every rank sends (name, slice, fingerprint) of each parameter as three 64-bit numbers; whoever has the same name and
+    Every rank sends (name, slice, fingerprint) of each of them as three 64-bit numbers; whoever has the same name and
     slice must have the same fingerprint, whatever the layout. One collective for the whole model.
 
     Args:
@@ -127,10 +128,12 @@ def differing_replicas(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     """
     if mesh.world_group is None:
         return []
-    own = {global_name(name, param): param for name, param in model.named_parameters()}
+    own = {global_name(name, tensor): tensor for name, tensor in chain(model.named_parameters(), model.named_buffers())}
     rows = [
-        torch.stack([torch.tensor(seed_of_name(name)), torch.tensor(_slice_id(param, mesh)), fingerprint(param).cpu()])
-        for name, param in own.items()
+        torch.stack(
+            [torch.tensor(seed_of_name(name)), torch.tensor(_slice_id(tensor, mesh)), fingerprint(tensor).cpu()]
+        )
+        for name, tensor in own.items()
     ]
     table = torch.stack(rows) if rows else torch.zeros(0, 3, dtype=torch.int64)
     differing = _disagreements([rows.numpy() for rows in gather_rows(table, mesh.world_group)])

@@ -1,9 +1,9 @@
 """The check of ``--check-ranks``: ranks that must hold the same weights or the same micro-batch really do.
 
 A rank that has drifted, or was given other data, spoils a run without any error. What must agree: a slice of a
-parameter on all ranks that hold it, router biases within a pipeline stage, a micro-batch's rows among the tensor-
-parallel and pipeline ranks that share them, and the packs behind them among context-parallel ranks too. Fingerprints of
-64 bits are compared, so the host waits for the device: this is for finding faults.
+parameter or buffer on all ranks that hold it, a micro-batch's rows among the tensor-parallel and pipeline ranks that
+share them, and the packs behind them among context-parallel ranks too. Fingerprints of 64 bits are compared, so the
+host waits for the device: this is for finding faults.
 
 Stands in front of the first step and on logging steps (weights), and behind the loader (micro-batches).
 """
@@ -13,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_glue.parallel.agreement import first_message
+from megatron_glue.parallel.collectives import gather_rows
 from megatron_glue.parallel.gather import differing_replicas, fingerprint
 from megatron_glue.training.session import Session
 from megatron_glue.types import PackedBatch
@@ -28,7 +26,7 @@ class RanksDifferError(RuntimeError):
 
 
 def check_weights(session: Session) -> None:
-    """Compare parameters and router biases between the ranks that must agree; collective.
+    """Compare parameters and buffers, router biases among them, between the ranks that must agree; collective.
 
     Args:
         session: Between two steps.
@@ -36,12 +34,8 @@ def check_weights(session: Session) -> None:
     Raises:
         RanksDifferError: On all ranks, with the first tensors that differ.
     """
-    differing = differing_replicas(session.engine.model, session.mesh)
-    # Bias groups differ by stage: each finds its own differences, and all hear of the first ones.
-    found = _differing_biases(session)
-    own = first_message(", ".join(found[:3]), session.mesh.world_group)
-    if differing or own:
-        shown = ", ".join([*differing[:3], *([own] if own else [])])
+    if differing := differing_replicas(session.engine.model, session.mesh):
+        shown = ", ".join(differing[:3])
         raise RanksDifferError(f"--check-ranks: after iteration {session.iteration}, ranks differ in {shown}")
 
 
@@ -60,8 +54,8 @@ def check_batches(session: Session, batches: Sequence[PackedBatch]) -> None:
         return
     names = list(_parts(batches[0]))
     own = torch.stack([torch.stack([fingerprint(part).cpu() for part in _parts(batch).values()]) for batch in batches])
-    tables = _gather(own, mesh.world_group)
-    places = _gather(torch.tensor([mesh.dp_rank, mesh.cp_rank]), mesh.world_group).tolist()
+    tables = torch.stack(gather_rows(own, mesh.world_group))
+    places = torch.stack(gather_rows(torch.tensor([mesh.dp_rank, mesh.cp_rank]), mesh.world_group)).tolist()
     for part, name in enumerate(names):
         # Of context-parallel ranks only what describes the whole micro-batch is the same.
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -91,25 +85,3 @@ def _parts(batch: PackedBatch) -> dict[str, Tensor]:
         "segments": sequence.segment_ids_T,
         "positions": sequence.positions_T,
     }
-
-
-def _differing_biases(session: Session) -> list[str]:
-    group = session.mesh.stage_group
-    biases = {
-        f"blocks.{layer}.ffn.router.expert_bias_E": router.expert_bias_E
-        for layer, router in session.built.routers.items()
-        if router.expert_bias_E is not None
-    }
-    if group is None or not biases:
-        return []
-    tables = _gather(torch.stack([fingerprint(bias).cpu() for bias in biases.values()]), group)
-    ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-    is_same = (tables == tables[0]).all(dim=0)
-    return [f"{name} (ranks {ranks})" for name, same in zip(biases, is_same.tolist(), strict=True) if not same]
-
-
-def _gather(own: Tensor, group: ProcessGroup) -> Tensor:
-    """Stack what all ranks have, a CPU tensor of one shape."""
-    tables = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(tables, own.contiguous(), group=group)
-    return torch.stack(tables)
