@@ -205,11 +205,6 @@ class ParallelMesh:
         return self.ranks.get("etp", 0)
 
     @property
-    def etp_group(self) -> ProcessGroup | None:
-        """Group of the ranks that split each expert."""
-        return self.groups.get("etp")
-
-    @property
     def edp_size(self) -> int:
         """Ranks that hold the same part of the same experts."""
         return self.sizes.get("edp", 1)
@@ -263,11 +258,6 @@ class ParallelMesh:
     def axis_ranks(self) -> dict[str, int]:
         """This rank's index along each axis that a :class:`ShardSpec` may name."""
         return {axis: self.ranks.get(axis, 0) for axis in ("tp", "kv_copy", "ep", "etp")}
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the first layers."""
-        return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:

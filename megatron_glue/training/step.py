@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_glue.config.sections import RunConfig
 from megatron_glue.moe.router import update_expert_biases
 from megatron_glue.parallel.collectives import all_reduce_sum
 from megatron_glue.parallel.pipeline import StepInputs
@@ -123,10 +124,7 @@ def _router_statistics(
     stages can be summed.
     """
     config, device = session.config, session.device
-    rows = {
-        layer_index: row
-        for row, layer_index in enumerate(filter(config.moe.is_moe_layer, range(config.model.num_layers)))
-    }
+    rows = _row_of_moe_layer(config)
     if not rows:
         return None, None, None
     counts: list[list[Tensor]] = [[] for _ in rows]
@@ -142,12 +140,18 @@ def _router_statistics(
     return counts_LE, dropped, losses.sum(dim=0) / num_records
 
 
+def _row_of_moe_layer(config: RunConfig) -> dict[int, int]:
+    """Global index of each MoE layer of the whole model -> its row in statistics."""
+    layers = filter(config.moe.is_moe_layer, range(config.model.num_layers))
+    return {layer_index: row for row, layer_index in enumerate(layers)}
+
+
 def _update_biases(session: Session, counts_LE: Tensor) -> None:
     """Move the biases of this stage's layers. Its ranks hold the same layers, so all or none of them come here."""
     routers, moe = session.built.routers, session.config.moe
     if not moe.moe_router_enable_expert_bias or not routers:
         return
-    layers = [layer for layer in range(session.config.model.num_layers) if moe.is_moe_layer(layer)]
-    own_LE = torch.stack([counts_LE[layers.index(layer_index)] for layer_index in routers])
+    rows = _row_of_moe_layer(session.config)
+    own_LE = torch.stack([counts_LE[rows[layer_index]] for layer_index in routers])
     own_LE = all_reduce_sum(own_LE, session.mesh.stage_group)
     update_expert_biases(list(routers.values()), list(own_LE), moe.moe_router_bias_update_rate)
