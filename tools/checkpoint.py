@@ -31,16 +31,16 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.loading import resolve_config
 from megatron_glue.config.sections import ParallelConfig
 from megatron_glue.config.validation import validate
-from megatron_glue.training.checkpoint_deepspeed import build_state, convert_deepspeed, native_step
-from megatron_glue.training.checkpoint_files import CheckpointError
-from megatron_glue.training.checkpoint_inspect import (
+from megatron_glue.training.checkpoint.deepspeed import build_state, convert_deepspeed, native_step
+from megatron_glue.training.checkpoint.files import CheckpointError
+from megatron_glue.training.checkpoint.inspect import (
     OpenCheckpoint,
     describe_checkpoint,
     find_checkpoints,
     open_checkpoint,
     verify,
 )
-from megatron_glue.training.checkpoint_rewrite import average, newest_of, reshard
+from megatron_glue.training.checkpoint.rewrite import average, newest_of, reshard
 from megatron_glue.training.presets import GPT_DEFAULTS, MOE_DEFAULTS
 
 EXIT_DAMAGED, EXIT_USAGE = 1, 2

@@ -40,13 +40,13 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.loading import resolve_config
 from megatron_glue.config.validation import validate
 from megatron_glue.parallel import local_ranks
-from megatron_glue.training.checkpoint_files import CheckpointError
+from megatron_glue.proofs.kill_trial import FLAGS, MOMENTS, KillTrial, Round, TrialSettings
+from megatron_glue.proofs.layouts import read_layouts
+from megatron_glue.proofs.local_jobs import PRELOADED
+from megatron_glue.proofs.sample_documents import write_sample_documents
+from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.exit_codes import exit_code_of
-from megatron_glue.training.kill_trial import FLAGS, MOMENTS, KillTrial, Round, TrialSettings
-from megatron_glue.training.layouts import read_layouts
-from megatron_glue.training.local_jobs import PRELOADED
 from megatron_glue.training.presets import GPT_DEFAULTS
-from megatron_glue.training.sample_documents import write_sample_documents
 from megatron_glue.training.summary import check_writable_file, write_json
 
 LAYOUTS = Path(__file__).with_name("parity_layouts.yaml")

@@ -45,11 +45,11 @@ from megatron_glue.config.sections import RunConfig
 from megatron_glue.config.validation import validate
 from megatron_glue.parallel import local_ranks
 from megatron_glue.parallel.local_ranks import LocalGroup, RankFailedError, run_on_ranks
-from megatron_glue.training.comparison import Comparison, compare
+from megatron_glue.proofs.comparison import Comparison, compare
+from megatron_glue.proofs.layouts import Layout, read_layouts
+from megatron_glue.proofs.observation import observe_on_rank
+from megatron_glue.proofs.sample_documents import write_sample_documents
 from megatron_glue.training.exit_codes import exit_code_of
-from megatron_glue.training.layouts import Layout, read_layouts
-from megatron_glue.training.observation import observe_on_rank
-from megatron_glue.training.sample_documents import write_sample_documents
 from megatron_glue.training.summary import check_writable_file, write_json
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
@@ -278,7 +278,7 @@ def run() -> int:
     if arguments.json:
         check_writable_file(arguments.json, "--json")
     start = time.monotonic()
-    local_ranks.preload(["megatron_glue.training.observation"])
+    local_ranks.preload(["megatron_glue.proofs.observation"])
     with tempfile.TemporaryDirectory() as folder:
         corpus = write_sample_documents(Path(folder) / "documents.jsonl", NUM_DOCUMENTS)
         shared = ["--data-path", str(corpus), "--device", arguments.device, "--precision", arguments.precision, *rest]

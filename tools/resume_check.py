@@ -43,13 +43,13 @@ from megatron_glue.data.pack_stream import PackStream
 from megatron_glue.data.tokenizer import build_tokenizer
 from megatron_glue.parallel import local_ranks
 from megatron_glue.parallel.local_ranks import RankFailedError
-from megatron_glue.training.checkpoint_files import CheckpointError
-from megatron_glue.training.courses import Case, CourseRunner, Stage, Verdict, judge
+from megatron_glue.proofs.courses import Case, CourseRunner, Stage, Verdict, judge
+from megatron_glue.proofs.layouts import LayoutList, read_layouts
+from megatron_glue.proofs.local_training import LocalRunError
+from megatron_glue.proofs.sample_documents import write_sample_documents
+from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.exit_codes import exit_code_of
-from megatron_glue.training.layouts import LayoutList, read_layouts
-from megatron_glue.training.local_training import LocalRunError
 from megatron_glue.training.presets import GPT_DEFAULTS
-from megatron_glue.training.sample_documents import write_sample_documents
 from megatron_glue.training.summary import check_writable_file, write_json
 
 LAYOUTS = Path(__file__).with_name("parity_layouts.yaml")
@@ -186,7 +186,7 @@ def run() -> int:
     if arguments.json:
         check_writable_file(arguments.json, "--json")
     start, num_steps = time.monotonic(), 2 * arguments.steps
-    local_ranks.preload(["megatron_glue.training.local_training"])
+    local_ranks.preload(["megatron_glue.proofs.local_training"])
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

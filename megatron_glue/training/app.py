@@ -28,16 +28,16 @@ from megatron_glue.parallel.agreement import is_lost_peer, is_out_of_memory, tog
 from megatron_glue.parallel.collectives import broadcast_, max_over_ranks
 from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.training.checkpoint import CheckpointStore
-from megatron_glue.training.checkpoint_files import CheckpointError
-from megatron_glue.training.checkpoint_source import Source, Start, find_source, load_source
+from megatron_glue.training.checkpoint.files import CheckpointError
+from megatron_glue.training.checkpoint.saving import RunSaver
+from megatron_glue.training.checkpoint.source import Source, Start, find_source, load_source
+from megatron_glue.training.checkpoint.store import CheckpointStore
 from megatron_glue.training.closing import collect_summary, sample
 from megatron_glue.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from megatron_glue.training.generation import printable
 from megatron_glue.training.loop import Run, train
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.rank_check import RanksDifferError
-from megatron_glue.training.saving import RunSaver
 from megatron_glue.training.session import Session, build_session
 from megatron_glue.training.summary import check_writable_file, print_summary, write_json
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_glue.parallel.collectives import max_over_ranks
+from megatron_glue.training.checkpoint.saving import RunSaver
 from megatron_glue.training.generation import SamplingPlan, sample_continuation
-from megatron_glue.training.saving import RunSaver
 from megatron_glue.training.session import Session
 from megatron_glue.training.summary import expert_load, peak_memory_bytes
 

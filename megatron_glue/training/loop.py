@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from megatron_glue.training.checkpoint.saving import RunSaver
 from megatron_glue.training.evaluation import evaluate
 from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.rank_check import check_weights
-from megatron_glue.training.saving import RunSaver
 from megatron_glue.training.session import Session
 from megatron_glue.training.step import train_step
 

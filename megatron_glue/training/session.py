@@ -30,7 +30,7 @@ from megatron_glue.parallel.data_parallel import DataParallelEngine
 from megatron_glue.parallel.engines.deepspeed_config import DeepSpeedRun
 from megatron_glue.parallel.gather import differing_replicas
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.training.checkpoint import LoadedCheckpoint, TrainingState
+from megatron_glue.training.checkpoint.store import LoadedCheckpoint, TrainingState
 from megatron_glue.training.executor import StepExecutor, build_executor
 from megatron_glue.training.lr_schedule import LearningRateSchedule
 from megatron_glue.training.metrics import RunMetrics

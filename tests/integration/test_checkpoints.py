@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_glue.training import checkpoint_tensors
+from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from tests.support.cases import write_corpus
 from tests.support.job import RankEnd, run_job
 

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_glue.layers.block import DecoderBlock
-from megatron_glue.training import checkpoint_tensors, loop
-from megatron_glue.training.checkpoint_files import latest_step
+from megatron_glue.training import loop
+from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
+from megatron_glue.training.checkpoint.files import latest_step
 from tests.support.cases import write_corpus
 from tests.support.job import RankEnd, kill_self, run_job
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_glue.config.loading import from_dict
 from megatron_glue.config.sections import RunConfig
-from megatron_glue.training.sample_documents import write_sample_documents
+from megatron_glue.proofs.sample_documents import write_sample_documents
 
 
 def write_corpus(path: Path, num_documents: int = 64, seed: int = 0) -> Path:

@@ -18,7 +18,7 @@ from megatron_glue.parallel.gather import gather_full_parameters, gather_full_te
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import Precision
 from megatron_glue.parallel.shard_spec import get_shard_spec
-from megatron_glue.training.checkpoint import CheckpointStore, TrainingState
+from megatron_glue.training.checkpoint.store import CheckpointStore, TrainingState
 from megatron_glue.training.optimizer import build_optimizer
 from tests.support.toy_moe import STEP, ToyModel, run_step
 

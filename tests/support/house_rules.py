@@ -30,6 +30,7 @@ FLOORS = {
     "moe": 5,
     "models": 6,
     "training": 7,
+    "proofs": 8,
 }
 HOT_ROOMS = ("ops", "backends", "layers", "moe", "activation", "models")
 MAX_FILE_LINES = 400

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_glue.config.sections import ModelConfig, OptimizerConfig, RunConfig
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.training.checkpoint import CheckpointStore, TrainingState
+from megatron_glue.training.checkpoint.store import CheckpointStore, TrainingState
 from megatron_glue.training.optimizer import build_optimizer
 
 CPU = torch.device("cpu")

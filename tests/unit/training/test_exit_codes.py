@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.training.checkpoint_files import CheckpointError
+from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.exit_codes import exit_code_of
 
 

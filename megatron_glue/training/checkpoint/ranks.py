@@ -1,0 +1,144 @@
+"""The ranks that save or load together: they agree about failures at every station, and share the writing.
+
+A save in the background has a group of its own, since collectives of two threads on one group would mix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.parallel.agreement import PeerFailedError, together
+from megatron_glue.parallel.collectives import all_reduce_max, gather_rows, max_over_ranks
+from megatron_glue.training.checkpoint.files import CheckpointError
+from megatron_glue.training.checkpoint.parts import GlobalTensor, Part
+from megatron_glue.training.checkpoint.tensors import NamedPart
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """All ranks of a run. Every method is called by all of them.
+
+    Attributes:
+        rank: This one.
+        world_size: Their number.
+        group: Their gloo group; ``None`` for one process.
+        root: Folder of checkpoints, for messages.
+    """
+
+    rank: int
+    world_size: int
+    group: ProcessGroup | None
+    root: Path
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what is done once."""
+        return self.rank == 0
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do this rank's part; return once all ranks have done theirs, raise on all if one failed.
+
+        Args:
+            work: This rank's part, without collectives in it.
+
+        Raises:
+            ConfigError: Where ``work`` raised it.
+            CheckpointError: On all other ranks then; and on all ranks if ``work`` raised anything else.
+        """
+
+        def own_part() -> T:
+            try:
+                return work()
+            except Exception as error:
+                raise self._as_one_line(error) from error
+
+        try:
+            return together(own_part, self.group)
+        except PeerFailedError as error:
+            raise CheckpointError(str(error)) from error
+
+    def on_first(self, work: Callable[[], T]) -> T | None:
+        """Let the first rank do something; the others wait for it and get ``None``."""
+        return self.together(lambda: work() if self.is_first else None)
+
+    def ask_first(self, question: Callable[[], int | None]) -> int | None:
+        """The first rank's answer on all ranks: a number that is not negative, or nothing."""
+        answer = self.on_first(question)
+        shared = max_over_ranks(-1 if answer is None else answer, self.group)
+        return None if shared < 0 else shared
+
+    def _as_one_line(self, error: Exception) -> CheckpointError | ConfigError:
+        """What a rank raises instead of an error, so that all ranks see the same kind and take the same way on."""
+        if isinstance(error, CheckpointError | ConfigError):
+            return error
+        if isinstance(error, OSError):
+            line = f"{error.filename or self.root}: {error.strerror or error}"
+        else:
+            logger.debug("an error that is no full disk and no damaged file", exc_info=error)
+            line = f"{self.root}: {type(error).__name__}: {' '.join(str(error).split())}"
+        return CheckpointError(line)
+
+    def choose_own(self, tensors: Mapping[str, GlobalTensor]) -> list[NamedPart]:
+        """Share the writing: every part goes to one of the ranks that hold it, so that all write about as much.
+
+        Ranks tell each other hashes of what they hold, not whose replica it is: a tied embedding on two pipeline stages
+        is as well known to be one as the replicas of data parallelism.
+
+        Args:
+            tensors: What this rank holds. Parts of the same name and place are equal on all ranks that hold them.
+
+        Returns:
+            What this rank writes.
+        """
+        held = [NamedPart(name, tensor.shape, part) for name, tensor in tensors.items() for part in tensor.parts]
+        if self.group is None:
+            return held
+        keys = [_key(entry.name, entry.part) for entry in held]
+        own = torch.tensor([keys, [entry.part.tensor.nbytes for entry in held]], dtype=torch.int64).T.contiguous()
+        owners = _share([rows.tolist() for rows in gather_rows(own.reshape(-1, 2), self.group)])
+        return [entry for key, entry in zip(keys, held, strict=True) if owners[key] == self.rank]
+
+    def union_of(self, names: list[str], own: set[str]) -> set[str]:
+        """Those of ``names``, a list that all ranks have alike, that are in the set of any rank."""
+        flags = torch.tensor([name in own for name in names], dtype=torch.uint8)
+        return {name for name, flag in zip(names, all_reduce_max(flags, self.group).tolist(), strict=True) if flag}
+
+
+def _key(name: str, part: Part) -> int:
+    """63 bits of a hash. Should two parts ever collide, the audit before publishing finds the hole."""
+    text = f"{name}\0{part.offsets}\0{part.sizes}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _share(held: list[list[list[int]]]) -> dict[int, int]:
+    """Key -> rank that writes it; the largest first, each to the least loaded of the ranks that hold it.
+
+    Args:
+        held: (key, bytes) of each part, per rank.
+    """
+    candidates: dict[int, list[int]] = {}
+    sizes: dict[int, int] = {}
+    for rank, entries in enumerate(held):
+        for key, num_bytes in entries:
+            candidates.setdefault(key, []).append(rank)
+            sizes[key] = num_bytes
+    loads = [0] * len(held)
+    owners = {}
+    for key in sorted(candidates, key=lambda key: (-sizes[key], key)):
+        owner = min(candidates[key], key=loads.__getitem__)
+        loads[owner] += sizes[key]
+        owners[key] = owner
+    return owners

@@ -1,0 +1,225 @@
+"""Folders, the manifest, publishing and pruning, without tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint.files import CheckpointError
+
+
+def write(root: Path, step: int, data: bytes = b"weights") -> Path:
+    folder = files.start_folder(root, step)
+    (folder / "data").write_bytes(data)
+    files.write_manifest(folder, files.describe_files([folder / "data"]))
+    return files.publish(folder)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_names_of_steps() -> None:
+    assert files.step_folder(Path("runs"), 42) == Path("runs/step_00000042")
+    assert files.step_of("step_00000042") == 42
+    assert files.step_of("step_123456789") == 123456789
+    for other in ("step_00000042.incomplete", "step_42", "latest", "../step_00000042"):
+        assert files.step_of(other) is None
+
+
+def test_publish_names_the_step_and_leaves_nothing_else(tmp_path: Path) -> None:
+    assert files.latest_step(tmp_path / "missing") is None
+    folder = write(tmp_path, 3)
+    assert names(tmp_path) == ["latest", "step_00000003"]
+    assert (tmp_path / "latest").read_text() == "step_00000003\n"
+    assert files.latest_step(tmp_path) == 3
+    assert files.named_step(tmp_path) == 3
+    files.verify_files(folder)
+
+
+def test_json_has_a_line_per_entry_and_one_for_a_whole_history() -> None:
+    facts = {"losses": [0.1 * step for step in range(1000)], "empty": {}, "model": {"a b": None, "c": [{"d": 1}, True]}}
+    text = files.to_json(facts)
+    assert json.loads(text) == facts
+    assert len(text.splitlines()) == len(["{", "losses", "empty", "model", "a b", "c", "}", "}"])
+
+
+def test_unpublished_and_empty_folders_are_no_checkpoints(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    files.start_folder(tmp_path, 7)
+    (tmp_path / "step_00000009").mkdir()
+    assert files.latest_step(tmp_path) == 3
+
+
+def test_latest_decides_and_a_useless_one_is_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    (tmp_path / "latest").write_text("step_00000002\n")
+    assert files.latest_step(tmp_path) == 2
+    for useless in ("step_00000099\n", "../../etc", ""):
+        (tmp_path / "latest").write_text(useless)
+        assert files.latest_step(tmp_path) == 3
+    (tmp_path / "latest").write_bytes(b"\xff\xfe")
+    assert files.latest_step(tmp_path) == 3
+    (tmp_path / "latest").unlink()
+    assert files.latest_step(tmp_path) == 3
+
+
+def test_leftovers_of_dead_writers_go_when_the_next_save_starts(tmp_path: Path) -> None:
+    (files.start_folder(tmp_path, 5) / "half").write_bytes(b"x")
+    write(tmp_path, 6)
+    assert names(tmp_path) == ["latest", "step_00000006"]
+
+
+def test_prune_keeps_the_newest_and_what_lies_ahead(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 9):
+        write(tmp_path, step)
+    files.prune(tmp_path, 2, 3)
+    assert names(tmp_path) == ["latest", "step_00000002", "step_00000003", "step_00000009"]
+
+
+def go_back(root: Path) -> None:
+    write(root, 1)
+    write(root, 2, b"old course")
+    (root / "latest").write_text("step_00000001\n")
+
+
+def test_a_step_of_a_course_that_was_given_up_is_written_anew(tmp_path: Path) -> None:
+    go_back(tmp_path)
+    folder = write(tmp_path, 2, b"new course")
+    assert (folder / "data").read_bytes() == b"new course"
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
+
+
+def test_the_old_course_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    """A disk that runs full after going back costs the new checkpoint only."""
+    go_back(tmp_path)
+    (files.start_folder(tmp_path, 2) / "half").write_bytes(b"x")
+    files.verify_files(tmp_path / "step_00000002")
+    assert (tmp_path / "step_00000002/data").read_bytes() == b"old course"
+
+
+def test_an_old_course_is_put_back_if_the_new_one_does_not_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_back(tmp_path)
+    real, calls = Path.rename, []
+
+    def fail(path: Path, target: Path) -> Path:
+        calls.append(path.name)
+        if path.name == "step_00000002.incomplete":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(PermissionError):
+            write(tmp_path, 2, b"new course")
+    assert calls == ["step_00000002", "step_00000002.incomplete", "step_00000002.replaced.incomplete"]
+    assert (tmp_path / "step_00000002/data").read_bytes() == b"old course"
+
+
+def test_what_was_killed_between_the_two_renames_is_put_back_at_the_next_start(tmp_path: Path) -> None:
+    go_back(tmp_path)
+    (tmp_path / "step_00000002").rename(tmp_path / "step_00000002.replaced.incomplete")
+    files.check_writable(tmp_path)
+    assert (tmp_path / "step_00000002/data").read_bytes() == b"old course"
+
+
+def test_stray_files_of_killed_processes_go(tmp_path: Path) -> None:
+    strays = [".write_probe_abc", "latest.tmp"]
+    for clean in (files.check_writable, lambda root: files.start_folder(root, 1)):
+        for name in strays:
+            (tmp_path / name).write_bytes(b"")
+        clean(tmp_path)
+        assert not [name for name in strays if (tmp_path / name).exists()]
+
+
+def test_a_folder_called_latest_is_noticed_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(ConfigError, match=r"--save=.*latest is a folder, not a file; remove that folder"):
+        files.check_writable(tmp_path)
+
+
+def test_every_kind_of_damage_is_one_line_with_the_file(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1)
+    data, manifest = folder / "data", folder / files.MANIFEST_NAME
+    text = manifest.read_bytes()
+
+    def refused(path: Path) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            files.verify_files(folder)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    data.write_bytes(b"weightS")
+    assert "bytes differ" in refused(data)
+    data.write_bytes(b"weight")
+    assert "6 bytes instead of 7" in refused(data)
+    data.unlink()
+    assert "No such file" in refused(data)
+    data.write_bytes(b"weights")
+    for damaged in (b"", b"[]", b"{}", text[:-9], text.replace(b'"data"', b'"../x"'), b'{"files": {"data": 1}}'):
+        manifest.write_bytes(damaged)
+        refused(manifest)
+    # A bit of a checksum flips: the manifest is at fault, not the file that it is about.
+    for digit in range(text.index(b'"sha256"', text.index(b'"data"')) + 11, len(text) - 10):
+        manifest.write_bytes(text[:digit] + bytes([text[digit] ^ 1]) + text[digit + 1 :])
+        refused(manifest)
+    manifest.write_bytes(text)
+    files.verify_files(folder)
+
+
+def test_ranks_share_the_files_to_verify(tmp_path: Path) -> None:
+    folder = files.start_folder(tmp_path, 1)
+    for name in "abcde":
+        (folder / name).write_bytes(name.encode())
+    files.write_manifest(folder, files.describe_files(folder / name for name in "abcde"))
+    for name in "abcde":
+        (folder / name).write_bytes(b"?")
+        finders = [part for part in range(3) if _is_damaged(folder, part, 3)]
+        assert len(finders) == 1
+        (folder / name).write_bytes(name.encode())
+
+
+def _is_damaged(folder: Path, part: int, num_parts: int) -> bool:
+    try:
+        files.verify_files(folder, part=part, num_parts=num_parts)
+    except CheckpointError:
+        return True
+    return False
+
+
+def test_check_writable(tmp_path: Path) -> None:
+    files.check_writable(tmp_path / "new" / "folder")
+    assert names(tmp_path / "new" / "folder") == []
+    (tmp_path / "file").write_text("")
+    for path, reason in ((tmp_path / "file", "a file is in the way"), (tmp_path / "file" / "below", "Not a directory")):
+        with pytest.raises(ConfigError, match=f"cannot be written: {reason}"):
+            files.check_writable(path)
+
+
+def test_check_writable_without_permission_or_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_path: Path, _data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_durably", full)
+    with pytest.raises(ConfigError, match=r"--save=.*cannot be written: No space left on device"):
+        files.check_writable(tmp_path)
+    assert names(tmp_path) == []
+    with pytest.raises(ConfigError, match="cannot be written"):
+        files.check_writable(Path("/proc/checkpoints"))
+
+
+def test_a_manifest_of_the_first_version_has_no_checksum_of_its_own(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1)
+    manifest = json.loads((folder / files.MANIFEST_NAME).read_bytes())
+    del manifest["sha256"]
+    files.write_durably(folder / files.MANIFEST_NAME, files.to_json(manifest))
+    files.verify_files(folder)
+    assert files.listed_sizes(folder) == {"data": 7}
