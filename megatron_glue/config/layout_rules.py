@@ -1,7 +1,7 @@
 """Rules about how ranks share a model: which sizes divide what, and which techniques exclude each other.
 
-A part of ``validation.py``. How the ranks are laid out in the end is ``parallel/mesh.py``'s business, which checks the
-world once more when it is built.
+A part of ``validation.py``. How the ranks are laid out in the end is ``parallel/mesh.py``'s business, which asks
+:func:`world_problems` once more when it is built.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
-from megatron_glue.config.sections import RunConfig
+from megatron_glue.config.sections import ParallelConfig, RunConfig
 from megatron_glue.config.stage_plan import layer_problems, schedule_problems
 
 Rule = Callable[[RunConfig, int], Iterator[ConfigError]]
@@ -21,8 +21,13 @@ def _error(field: str, value: Any, reason: str, remedy: str) -> ConfigError:
     return ConfigError(flag_of(field), value, reason, remedy)
 
 
-def _world(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
-    parallel, training = config.parallel, config.training
+def world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[ConfigError]:
+    """Yield what is wrong with the sizes of the axes, beside each other and for a number of ranks.
+
+    Args:
+        parallel: The configured sizes.
+        world_size: Number of ranks.
+    """
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     if world_size % split:
         axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -48,15 +53,6 @@ def _world(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
             f"with --expert-model-parallel-size {ep_size} does not divide the {ranks}",
             "use a divisor of their number, or start more processes",
         )
-    unit = training.micro_batch_size * dp_size
-    if training.global_batch_size % unit:
-        rounded = unit * -(-training.global_batch_size // unit)
-        yield _error(
-            "global_batch_size",
-            training.global_batch_size,
-            f"is no multiple of --micro-batch-size {training.micro_batch_size} x {dp_size} data-parallel ranks",
-            f"use e.g. {rounded}",
-        )
     replicas = parallel.num_distributed_optimizer_instances
     if replicas > 1 and parallel.data_parallel_engine != "fsdp2":
         yield _error(
@@ -71,6 +67,24 @@ def _world(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
             replicas,
             f"does not divide the {dp_size} data-parallel ranks",
             "use a divisor of their number",
+        )
+
+
+def _world(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    parallel, training = config.parallel, config.training
+    yield from world_problems(parallel, world_size)
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    if world_size % split:
+        return
+    dp_size = world_size // split
+    unit = training.micro_batch_size * dp_size
+    if training.global_batch_size % unit:
+        rounded = unit * -(-training.global_batch_size // unit)
+        yield _error(
+            "global_batch_size",
+            training.global_batch_size,
+            f"is no multiple of --micro-batch-size {training.micro_batch_size} x {dp_size} data-parallel ranks",
+            f"use e.g. {rounded}",
         )
 
 
@@ -202,13 +216,21 @@ LAYOUT_RULES: tuple[Rule, ...] = (_world, _tensor, _context, _pipeline, _deepspe
 """Rules about the layout, most basic first."""
 
 
-def layout_warnings(config: RunConfig) -> Iterator[str]:
+def layout_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield settings of the layout that have no effect.
 
     Args:
         config: The configuration of a run.
+        world_size: Number of ranks.
     """
-    parallel = config.parallel
+    parallel, moe = config.parallel, config.moe
+    if world_size == 1 and parallel.data_parallel_engine == "deepspeed":
+        yield "--deepspeed: no effect on one process, which needs no engine; start several with torchrun"
+    if (
+        moe.moe_shared_expert_overlap
+        and parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size == 1
+    ):
+        yield "--moe-shared-expert-overlap: no effect without --expert-model-parallel-size, no rows are exchanged"
     if parallel.pipeline_model_parallel_size == 1:
         for field in (
             "num_layers_per_virtual_pipeline_stage",

@@ -34,7 +34,7 @@ def validate(config: RunConfig, world_size: int, device_type: str | None = None)
     """
     for error in problems(config, world_size):
         raise error
-    return list(_warnings(config, device_type or config.training.device))
+    return list(_warnings(config, world_size, device_type or config.training.device))
 
 
 def problems(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
@@ -237,7 +237,7 @@ RULES: tuple[Rule, ...] = (
 """All rules, most basic first."""
 
 
-def _warnings(config: RunConfig, device_type: str) -> Iterator[str]:
+def _warnings(config: RunConfig, world_size: int, device_type: str) -> Iterator[str]:
     """Yield what works, but hardly as meant."""
     optimizer, training, accelerator = config.optimizer, config.training, config.accelerator
     if config.moe.num_experts == 0:
@@ -261,7 +261,7 @@ def _warnings(config: RunConfig, device_type: str) -> Iterator[str]:
             yield "--activation-offload-dir: no effect without --double-buffer-ckpt or --activation-offload"
         if config.activation.activation_debug_poison:
             yield "--activation-debug-poison: no effect without --double-buffer-ckpt or --activation-offload"
-    yield from layout_warnings(config)
+    yield from layout_warnings(config, world_size)
     if training.precision == "bf16" and device_type == "cpu":
         yield (
             "--precision=bf16: CPUs without bf16 instructions multiply at a fraction of a GFLOP/s in it; "

@@ -9,16 +9,19 @@ not evaluate; ``heldout.py`` does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.data.context_shard import shard_batch
 from megatron_glue.data.pack_stream import PackStream, StreamPosition, assemble_batch
 from megatron_glue.types.packed_batch import PackedBatch
+from megatron_glue.types.packed_sequence import PackedSequence
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,16 @@ class BatchPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One optimizer step as the worker built it; ``copied`` is recorded once its tensors are on the device."""
+    """One optimizer step as the worker built it; ``copied`` is recorded once all its tensors are on the device.
+
+    ``prepared`` are tensors that were derived from the batches there.
+    """
 
     batches: list[PackedBatch]
     num_label_tokens: int
     num_valid_tokens: int
     end: StreamPosition
+    prepared: list[Tensor]
     copied: torch.cuda.Event | None
 
 
@@ -107,6 +114,16 @@ class BatchLoader:
         self._position = StreamPosition()
         self._current: _Step | None = None
         self._closed = False
+        self._prepare: Callable[[PackedSequence], list[Tensor]] = lambda _sequence: []
+
+    def prepare_with(self, prepare: Callable[[PackedSequence], list[Tensor]]) -> None:
+        """Let something be derived from each micro-batch beside the step before it, in the prefetching thread.
+
+        Args:
+            prepare: Gets the layout of a micro-batch on the device and keeps what it makes; it returns the tensors that
+                it made. Without prefetch it is called when the step is handed out.
+        """
+        self._prepare = prepare
 
     @property
     def position(self) -> StreamPosition:
@@ -226,11 +243,14 @@ class BatchLoader:
             for index in range(plan.num_micro_batches)
         ]
         copied = None
-        if self._copy_stream is not None:
+        if self._copy_stream is None:
+            prepared = self._prepare_all(batches)
+        else:
             with torch.cuda.stream(self._copy_stream):
                 # Page-locked memory is what makes a copy to the device asynchronous.
                 pinned = [batch.map_tensors(torch.Tensor.pin_memory) for batch in batches]
                 batches = [batch.to(self._device, non_blocking=True) for batch in pinned]
+                prepared = self._prepare_all(batches)
                 copied = torch.cuda.Event()
                 copied.record(self._copy_stream)
         return _Step(
@@ -238,17 +258,20 @@ class BatchLoader:
             num_label_tokens=sum(pack.num_label_tokens for pack in packs),
             num_valid_tokens=sum(pack.num_tokens for pack in packs),
             end=end,
+            prepared=prepared,
             copied=copied,
         )
+
+    def _prepare_all(self, batches: list[PackedBatch]) -> list[Tensor]:
+        return [tensor for batch in batches for tensor in self._prepare(batch.sequence)]
 
     def _hand_over(self, step: _Step) -> None:
         """Let the computing stream wait for the copies, and keep their memory until it has used them."""
         assert step.copied is not None
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(step.copied)
-        for batch in step.batches:
-            for tensor in batch.tensors:
-                tensor.record_stream(computing)
+        for tensor in (*(tensor for batch in step.batches for tensor in batch.tensors), *step.prepared):
+            tensor.record_stream(computing)
 
 
 def _start_worker(device: torch.device) -> ThreadPoolExecutor:

@@ -118,6 +118,7 @@ class PackedAttention(nn.Module):
         _check_split(shape, num_ranks, num_copies)
         self._kernel = backends.attention
         self._metadata_cache = metadata_cache
+        metadata_cache.expect(shape.window)
         self._rotary = rotary
         self._num_heads = shape.num_heads // num_ranks
         num_kv_heads = shape.num_kv_heads * num_copies // num_ranks

@@ -5,6 +5,9 @@ included, finds it in ``sequence.cache_entries``. Entries belong to the immutabl
 die with it, so nothing is invalidated by hand, micro-batches in flight do not evict each other, and memory does not
 grow with the number of layouts seen.
 
+Where it is small, it is built before: the thread that fetches the next step's batches calls
+:meth:`PackedMetadataCache.prepare` for each, beside the current step. It counts as built when the first layer asks.
+
 What else follows from the layout alone is shared in the same way through :meth:`PackedMetadataCache.share`.
 
 Disabled, each call does what common stacks do in every layer: find the boundaries in the batch's DEVICE tensor, read
@@ -16,7 +19,8 @@ Shape suffixes: T tokens, S segments (with padding as one more).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +32,17 @@ from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.types import PackedSequence
 
 Value = TypeVar("Value")
+
+# Metadata of these layouts grows with the tokens. A mask grows with their square: those of a whole step, built ahead,
+# would take the memory that one at a time does not.
+PREPARED_LAYOUTS = frozenset({"segments", "varlen"})
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """Metadata that nobody has asked for yet. Counters belong to the thread that trains, so it is counted then."""
+
+    metadata: Any
 
 
 def read_lengths(segment_ids_T: Tensor, host_reader: HostReader) -> tuple[list[int], int]:
@@ -65,6 +80,7 @@ class PackedMetadataCache:
     Attributes:
         builds: Times that attention metadata was built.
         reuses: Times that it was found.
+        built_ahead: Those of the builds that were made by :meth:`prepare`.
     """
 
     def __init__(self, layout: str, enabled: bool, host_reader: HostReader, context_layout: str = "") -> None:
@@ -78,6 +94,37 @@ class PackedMetadataCache:
         self.host_reader = host_reader
         self.builds = 0
         self.reuses = 0
+        self.built_ahead = 0
+        self._windows: set[int] = set()
+
+    def expect(self, window: int) -> None:
+        """Say that a layer will ask for metadata; layers do so when they are built.
+
+        Args:
+            window: As in :meth:`for_sequence`.
+        """
+        self._windows.add(window)
+
+    def prepare(self, sequence: PackedSequence) -> list[Tensor]:
+        """Build what layers will ask for, ahead of them and in any thread, on the current stream.
+
+        Args:
+            sequence: A micro-batch that no layer has seen yet, on the device of the layers.
+
+        Returns:
+            The tensors that were made; on a GPU the caller keeps their memory for the stream that uses them. Nothing if
+            the cache is disabled or the metadata contains masks: then the first layer builds it.
+        """
+        tensors: list[Tensor] = []
+        if not self.enabled or self.layout not in PREPARED_LAYOUTS:
+            return tensors
+        for window in sorted(self._windows):
+            key, holds_mask, build = self._plan(sequence, window)
+            if key not in sequence.cache_entries and not holds_mask:
+                metadata = build()
+                sequence.cache_entries[key] = _Prepared(metadata)
+                tensors += _tensors_of(metadata)
+        return tensors
 
     def for_sequence(self, sequence: PackedSequence, window: int = 0) -> Any:
         """Return the metadata of one micro-batch for one kind of layer.
@@ -89,38 +136,45 @@ class PackedMetadataCache:
         Returns:
             The frozen metadata of the cache's layout; ``ContextMetadata`` for a part of split sequences.
         """
-        if sequence.context_shard is not None:
-            return self._for_shard(sequence, window)
-        if not self.enabled:
+        if not self.enabled and sequence.context_shard is None:
             lengths, num_pad_tokens = read_lengths(sequence.segment_ids_T, self.host_reader)
-            return self._build(lengths, num_pad_tokens, sequence.device, window)
-        # The lengths are part of the sequence that owns the entry; the rest of what a value depends on is the key.
-        # Windows that hide nothing share one entry.
-        window = effective_window(window, sequence.lengths) if self.layout in WINDOWED_LAYOUTS else 0
-        key = (self.layout, sequence.device, window)
-        return self._find(
-            sequence, key, lambda: self._build(sequence.lengths, sequence.num_pad_tokens, sequence.device, window)
-        )
-
-    def _for_shard(self, sequence: PackedSequence, window: int) -> Any:
-        """Return the metadata of one context-parallel rank. Disabled, it is built anew in every call, without reads."""
-        shard = sequence.context_shard
-        assert shard is not None
-        assert self.context_layout, "the model was not built for split sequences"
+            return self._counted(lambda: self._build(lengths, num_pad_tokens, sequence.device, window))
+        key, _, build = self._plan(sequence, window)
         if not self.enabled:
-            return self._build_shard(sequence, window)
-        window = effective_window(window, shard.lengths)
-        place = (shard.rank, shard.size, shard.alignment)
-        key = (self.layout, self.context_layout, sequence.device, window, place)
-        return self._find(sequence, key, lambda: self._build_shard(sequence, window))
-
-    def _find(self, sequence: PackedSequence, key: Hashable, build: Callable[[], Any]) -> Any:
+            # A shard's own rows do not show the lengths of whole segments: built in every call, without reads.
+            return self._counted(build)
         entry = sequence.cache_entries.get(key)
-        if entry is None:
-            entry = sequence.cache_entries[key] = build()
+        if isinstance(entry, _Prepared):
+            entry = sequence.cache_entries[key] = entry.metadata
+            self.builds += 1
+            self.built_ahead += 1
+        elif entry is None:
+            entry = sequence.cache_entries[key] = self._counted(build)
         else:
             self.reuses += 1
         return entry
+
+    def _plan(self, sequence: PackedSequence, window: int) -> tuple[Hashable, bool, Callable[[], Any]]:
+        """Return the key of an entry, whether it holds masks, and what builds it.
+
+        The lengths are part of the sequence that owns the entry; the rest of what a value depends on is the key.
+        Windows that hide nothing share one entry.
+        """
+        shard, device, is_varlen = sequence.context_shard, sequence.device, self.layout == "varlen"
+        if shard is not None:
+            assert self.context_layout, "the model was not built for split sequences"
+            window = effective_window(window, shard.lengths)
+            key = (self.layout, self.context_layout, device, window, (shard.rank, shard.size, shard.alignment))
+            is_ring = self.context_layout == "ring"
+            return key, window > 0, lambda: _build_shard(sequence, window, is_ring=is_ring, is_varlen=is_varlen)
+        window = effective_window(window, sequence.lengths) if self.layout in WINDOWED_LAYOUTS else 0
+        lengths, num_pad_tokens = sequence.lengths, sequence.num_pad_tokens
+        key = (self.layout, device, window)
+        return key, window > 0, lambda: self._build(lengths, num_pad_tokens, device, window)
+
+    def _counted(self, build: Callable[[], Value]) -> Value:
+        self.builds += 1
+        return build()
 
     def share(self, sequence: PackedSequence, key: Hashable, build: Callable[[], Value]) -> Value:
         """Return another value that layers derive from a micro-batch, such as the angles of its positions.
@@ -145,14 +199,24 @@ class PackedMetadataCache:
         return sequence.cache_entries[key]
 
     def _build(self, lengths: Sequence[int], num_pad_tokens: int, device: torch.device, window: int) -> Any:
-        self.builds += 1
         # Tensors born under inference_mode could not be saved for a backward that shares them.
         with torch.inference_mode(False):
             return METADATA_BUILDERS[self.layout](lengths, num_pad_tokens, device, window)
 
-    def _build_shard(self, sequence: PackedSequence, window: int) -> Any:
-        self.builds += 1
-        # See _build.
-        with torch.inference_mode(False):
-            is_ring, is_varlen = self.context_layout == "ring", self.layout == "varlen"
-            return build_context(sequence, window, is_ring=is_ring, is_varlen=is_varlen)
+
+def _build_shard(sequence: PackedSequence, window: int, *, is_ring: bool, is_varlen: bool) -> Any:
+    # See PackedMetadataCache._build.
+    with torch.inference_mode(False):
+        return build_context(sequence, window, is_ring=is_ring, is_varlen=is_varlen)
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in metadata."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors_of(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors_of(getattr(value, field.name))

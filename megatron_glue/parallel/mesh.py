@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
+from megatron_glue.config.layout_rules import world_problems
 from megatron_glue.config.sections import ParallelConfig
 
 TOKEN_AXES: tuple[str, ...] = ("pp", "dp", "cp", "tensor")
@@ -273,16 +274,6 @@ class ParallelMesh:
             return self.dense_mesh["dp_replicate", "fsdp"]
         return self.dense_mesh["fsdp"]
 
-    @property
-    def stage_mesh(self) -> DeviceMesh | None:
-        """View (dp_replicate, fsdp, tp, kv_copy) of this rank's stage."""
-        return None if self.dense_mesh is None else self.dense_mesh[DENSE_AXES[1:]]
-
-    @property
-    def expert_stage_mesh(self) -> DeviceMesh | None:
-        """Expert view (edp, ep, etp) of this rank's stage."""
-        return None if self.expert_mesh is None else self.expert_mesh[EXPERT_AXES[1:]]
-
     def residual_rows(self, num_tokens: int) -> slice | None:
         """Rows of a micro-batch that the residual stream holds on this rank.
 
@@ -326,33 +317,12 @@ def axis_sizes_of(
     Raises:
         ConfigError: If the sizes do not divide the world or each other.
     """
+    for problem in world_problems(parallel, world_size):
+        raise problem
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp_size, etp_size = parallel.context_parallel_size, parallel.expert_tensor_parallel_size
     ep_size, replicas = parallel.expert_model_parallel_size, parallel.num_distributed_optimizer_instances
-    split = tp_size * pp_size * cp_size
-    if world_size % split:
-        raise ConfigError(
-            "WORLD_SIZE",
-            world_size,
-            f"is no multiple of tensor x pipeline x context parallel size ({split})",
-            "start another number of processes",
-        )
-    dp_size, stage_size = world_size // split, world_size // pp_size
-    if stage_size % (ep_size * etp_size):
-        what = f"{stage_size} ranks of a pipeline stage" if split > 1 else f"{dp_size} data-parallel ranks"
-        raise ConfigError(
-            flag_of("expert_model_parallel_size" if etp_size == 1 else "expert_tensor_parallel_size"),
-            ep_size if etp_size == 1 else etp_size,
-            f"does not divide the {what}" + (f" with {ep_size} expert-parallel ranks" if etp_size > 1 else ""),
-            "use a divisor of their number",
-        )
-    if dp_size % replicas:
-        raise ConfigError(
-            flag_of("num_distributed_optimizer_instances"),
-            replicas,
-            f"does not divide the {dp_size} data-parallel ranks",
-            "use a divisor of their number",
-        )
+    dp_size, stage_size = world_size // (tp_size * pp_size * cp_size), world_size // pp_size
     kv_split = min(tp_size, num_kv_heads or tp_size)
     if tp_size % kv_split:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """What a local parameter is a part of: its global name, global shape and the tensor dim each mesh axis splits.
 
 Parameters are plain local tensors; the spec stands beside them as an attribute. It is turned into a DTensor only where
-one is needed: before FSDP2 wraps the parameter, and where a checkpoint is written or read. A parameter without split
+one is needed: before FSDP2 wraps the parameter. Checkpoints take slices of the whole from it. A parameter without split
 dims is replicated over its mesh.
 
 Copying a parameter (``deepcopy``) or wrapping it drops attributes; the data-parallel engine attaches specs anew.
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 if TYPE_CHECKING:
-    from megatron_glue.parallel.mesh import ParallelMesh
+    pass
 
 _SPEC_ATTRIBUTE = "shard_spec"
 EXPERT_AXIS = "ep"
@@ -130,25 +130,3 @@ def is_expert_parameter(param: Tensor) -> bool:
     """Whether a parameter belongs to routed experts."""
     spec = get_shard_spec(param)
     return spec is not None and spec.is_expert
-
-
-def to_global_dtensor(tensor: Tensor, spec: ShardSpec, mesh: ParallelMesh) -> Tensor:
-    """View a local tensor as the part of the whole that it is, for a checkpoint.
-
-    Args:
-        tensor: The parameter, or something shaped like it (gradient, optimizer moment). A DTensor passes unchanged:
-            FSDP2 made it global already.
-        spec: Place of the parameter.
-        mesh: The run's mesh.
-
-    Returns:
-        A DTensor over the ranks of this pipeline stage, sharing memory with ``tensor``; ``tensor`` itself in a world of
-        one process without a process group.
-    """
-    if isinstance(tensor, DTensor):
-        return tensor
-    device_mesh = mesh.expert_stage_mesh if spec.is_expert else mesh.stage_mesh
-    if device_mesh is None:
-        return tensor
-    axes = tuple(device_mesh.mesh_dim_names or ())
-    return DTensor.from_local(tensor.detach(), device_mesh, spec.placements(axes), run_check=False)

@@ -113,11 +113,11 @@ class Session:
     def uncounted(self) -> Iterator[None]:
         """Keep what happens inside out of the counters of training (metadata builds, reuses, host reads)."""
         cache, reader = self.built.metadata_cache, self.host_reader
-        before = cache.builds, cache.reuses, reader.count
+        before = cache.builds, cache.reuses, cache.built_ahead, reader.count
         try:
             yield
         finally:
-            cache.builds, cache.reuses, reader.count = before
+            cache.builds, cache.reuses, cache.built_ahead, reader.count = before
 
     def training_state(self) -> TrainingState:
         """What a checkpoint holds, and where loading one puts it (see :meth:`adopt`)."""
@@ -163,6 +163,7 @@ def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, o
     data = _build_data(config, mesh, device)
     place = BuildPlace(mesh, device, host_reader, offload_dir)
     built = together(lambda: build_model(config, data.tokenizer.vocab_size, place), mesh.world_group)
+    data.loader.prepare_with(built.metadata_cache.prepare)
     engine = parallelize(built, mesh, config.parallel, DeepSpeedRun.from_config(config, mesh, built.precision))
     differing = differing_replicas(engine.module, mesh)
     assert not differing, f"parameters differ between ranks before the first step: {differing[:3]}"

@@ -113,8 +113,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("packing efficiency", f"{summary['packing_efficiency']:.2%}"),
         (
             "packed metadata per micro-batch",
-            f"{builds_per_batch:.1f} builds ({summary['metadata_builds']} builds, {summary['metadata_reuses']} reuses, "
-            f"{summary['host_reads']} host reads)",
+            f"{builds_per_batch:.1f} builds ({summary['metadata_builds']} builds, {summary['metadata_built_ahead']} of "
+            f"them ahead, {summary['metadata_reuses']} reuses, {summary['host_reads']} host reads)",
         ),
         ("activations offloaded", _mib(summary["offloaded_bytes"])),
         (

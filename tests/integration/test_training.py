@@ -46,6 +46,7 @@ def test_summary_of_a_run_with_everything_on(uninterrupted: dict[str, object]) -
     assert uninterrupted.keys() >= REQUIRED_KEYS
     assert uninterrupted["micro_batches"] == 48
     assert uninterrupted["metadata_builds"] == 48, "one build per micro-batch"
+    assert uninterrupted["metadata_built_ahead"] == 48, "beside the step before"
     assert uninterrupted["metadata_reuses"] == 48 * (2 * 3 - 1), "all other layers and all recomputes"
     assert uninterrupted["host_reads"] == 0
     assert uninterrupted["offloaded_bytes"] == 48 * 3 * 64 * 32 * 4

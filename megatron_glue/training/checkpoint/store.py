@@ -1,8 +1,8 @@
 """The checkpoints of one run: which there are, saving one, loading one. All ranks together, all or nothing.
 
 ``write.py`` writes, ``background.py`` does so behind the training thread, ``files.py`` knows folders, ``index.py`` and
-``tensors.py`` what lies in them, ``state.py`` what is saved, ``parts.py`` what a rank holds of it. ``saving.py`` decides
-what a failure means for the run.
+``tensors.py`` what lies in them, ``state.py`` what is saved, ``parts.py`` what a rank holds of it. ``saving.py``
+decides what a failure means for the run.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""Ranks, groups and device meshes of several processes, and DTensors at the checkpoint boundary."""
+"""Ranks, groups and device meshes of several processes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import ParallelConfig
 from megatron_glue.parallel.gather import gather_full_tensors
 from megatron_glue.parallel.mesh import DENSE_AXES, EXPERT_AXES, ParallelMesh
-from megatron_glue.parallel.shard_spec import ShardSpec, set_shard_spec, tensor_split, to_global_dtensor
+from megatron_glue.parallel.shard_spec import ShardSpec, set_shard_spec, tensor_split
 from tests.support.processes import run_distributed
 
 
@@ -58,8 +56,6 @@ def check_all_axes(rank: int, world_size: int) -> None:
     spec = ShardSpec("weight", (4, 6), tensor_split(1))
     whole = torch.arange(24.0).view(4, 6)
     part = whole[spec.local_slices(mesh.axis_sizes, mesh.axis_ranks)].contiguous()
-    view = to_global_dtensor(part, spec, mesh)
-    assert view.shape == whole.shape
     param = torch.nn.Parameter(part)
     set_shard_spec(param, spec)
     assert torch.equal(gather_full_tensors([("weight", param, part)], mesh)["weight"], whole)
@@ -67,24 +63,3 @@ def check_all_axes(rank: int, world_size: int) -> None:
 
 def test_all_axes_together() -> None:
     run_distributed(check_all_axes, 8)
-
-
-def save_experts(rank: int, world_size: int, folder: str) -> None:
-    mesh = ParallelMesh.build(ParallelConfig(expert_model_parallel_size=2), "cpu")
-    spec = ShardSpec("experts", (4, 3), (("ep", 0),))
-    whole = torch.arange(12.0).view(4, 3)
-    part = whole[mesh.ep_rank * 2 : mesh.ep_rank * 2 + 2].clone()
-    view = to_global_dtensor(part, spec, mesh)
-    assert isinstance(view, DTensor)
-    assert view.shape == (4, 3)
-    assert view.to_local().data_ptr() == part.data_ptr(), "a checkpoint must be readable into the parameter itself"
-    dense = to_global_dtensor(torch.full((5,), 2.0), ShardSpec("dense", (5,)), mesh)
-    dcp.save({"experts": view, "dense": dense}, checkpoint_id=folder)
-
-
-def test_f103_expert_shards_of_several_ranks_make_one_global_tensor(tmp_path) -> None:
-    run_distributed(save_experts, 4, str(tmp_path))
-    loaded = {"experts": torch.zeros(4, 3), "dense": torch.zeros(5)}
-    dcp.load(loaded, checkpoint_id=str(tmp_path), no_dist=True)
-    assert torch.equal(loaded["experts"], torch.arange(12.0).view(4, 3))
-    assert torch.equal(loaded["dense"], torch.full((5,), 2.0))

@@ -170,6 +170,17 @@ def test_offload_folder_without_write_permission(tmp_path: Path, monkeypatch: py
         ({"activation": {"activation_offload_dir": "x"}}, "--activation-offload-dir"),
         ({"activation": {"activation_debug_poison": True}}, "--activation-debug-poison"),
         ({"training": {"precision": "bf16", "device": "cpu"}}, "--precision=bf16"),
+        ({"parallel": {"data_parallel_engine": "deepspeed"}}, "--deepspeed: no effect on one process"),
+        (
+            {
+                "moe": {
+                    "num_experts": 4,
+                    "moe_shared_expert_intermediate_size": 64,
+                    "moe_shared_expert_overlap": True,
+                }
+            },
+            "--moe-shared-expert-overlap: no effect without",
+        ),
     ],
 )
 def test_settings_without_effect_are_warned_about(changes: dict[str, Any], text: str) -> None:

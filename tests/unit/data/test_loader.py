@@ -295,6 +295,23 @@ def test_the_next_step_is_built_while_the_caller_works():
         assert loader.next_step() is prefetched
 
 
+def test_metadata_of_the_next_step_is_prepared_beside_the_current_one():
+    prepared = []
+
+    def prepare(sequence):
+        prepared.append((sequence, threading.current_thread()))
+        return [sequence.positions_T]
+
+    with loader_of(BatchPlan(1, 2), prefetch=True) as loader:
+        loader.prepare_with(prepare)
+        loader.next_step()
+        loader._pending.result()
+        assert len(prepared) == 4, "this step's and the next one's"
+        assert [thread is threading.main_thread() for _, thread in prepared] == [True, True, False, False]
+        handed_out = [batch.sequence for batch in loader.next_step()]
+        assert [sequence for sequence, _ in prepared[2:4]] == handed_out
+
+
 @pytest.mark.parametrize(("device", "expected"), [("cuda:3", ["cuda:3"]), ("cpu", [])])
 def test_the_prefetching_thread_begins_on_the_device_of_its_rank(monkeypatch, device, expected):
     chosen = []

@@ -230,6 +230,55 @@ def test_threads_with_their_own_packs():
     assert all(entries[0].num_tokens == 2 * length for length, entries in results.items())
 
 
+@pytest.mark.parametrize("layout", ["segments", "varlen"])
+def test_what_is_prepared_in_another_thread_is_found_and_counted_once_asked_for(layout):
+    cache, sequence = new_cache(layout), pack("mixed")
+    cache.expect(0)
+    made = []
+    thread = threading.Thread(target=lambda: made.extend(cache.prepare(sequence)))
+    thread.start()
+    thread.join()
+    assert made, "a GPU keeps the memory of these tensors"
+    assert (cache.builds, cache.reuses, cache.built_ahead) == (0, 0, 0), "counters belong to the training thread"
+    with torch.inference_mode():
+        first = cache.for_sequence(sequence)
+    assert_same_values(first, new_cache(layout).for_sequence(pack("mixed")))
+    assert {id(tensor) for tensor in made} == {id(v) for v in vars(first).values() if isinstance(v, torch.Tensor)}
+    assert cache.for_sequence(sequence) is first
+    assert (cache.builds, cache.reuses, cache.built_ahead) == (1, 1, 1)
+    assert cache.prepare(sequence) == [], "it is there"
+
+
+def test_windows_that_hide_nothing_are_prepared_once_and_masks_never():
+    cache, sequence = new_cache("segments"), pack("mixed")
+    longest = max(PACKS["mixed"][0])
+    for window in (0, 7, longest, longest + 5):
+        cache.expect(window)
+    cache.prepare(sequence)
+    assert len(sequence.cache_entries) == 1
+    for window in (0, 7, longest):
+        cache.for_sequence(sequence, window)
+    assert (cache.builds, cache.built_ahead) == (2, 1)
+
+
+@pytest.mark.parametrize(("layout", "enabled"), [("dense", True), ("flex", True), ("segments", False)])
+def test_nothing_is_prepared_that_is_quadratic_or_that_nobody_would_find(layout, enabled):
+    cache, sequence = new_cache(layout, enabled), pack("mixed")
+    cache.expect(0)
+    assert cache.prepare(sequence) == []
+    assert not sequence.cache_entries
+
+
+def test_layers_say_which_windows_they_will_ask_for():
+    model = small_model(window_size=6, window_attn_skip_freq=2, num_layers=2)
+    blocks, cache = build_blocks(model, layout="segments")
+    sequence = pack("mixed")
+    cache.prepare(sequence)
+    gradients(blocks, sequence)
+    # The window's metadata holds a mask and is built by the layer.
+    assert (cache.builds, cache.built_ahead, cache.reuses) == (2, 1, 0)
+
+
 def context_cache(context_layout, layout="segments", enabled=True):
     return PackedMetadataCache(layout, enabled, HostReader(), context_layout)
 
@@ -309,3 +358,21 @@ def test_a_shard_in_a_model_that_was_not_built_for_it_is_a_mistake():
 def test_an_unknown_layout_is_named():
     with pytest.raises(ValueError, match="layout='ragged'"):
         new_cache("ragged")
+
+
+@CONTEXTS
+@pytest.mark.parametrize("layout", ["segments", "varlen"])
+def test_a_shard_is_planned_ahead_with_the_same_values(layout, context_layout):
+    cache, part = context_cache(context_layout, layout), shard_of_mixed()
+    cache.expect(0)
+    cache.expect(7)
+    made = cache.prepare(part)
+    found, other = (each.for_sequence(shard_of_mixed(), 0) for each in (cache, context_cache(context_layout, layout)))
+    assert flattened(found) == flattened(other)
+    cache.builds = 0
+    ahead = cache.for_sequence(part, 0)
+    assert flattened(ahead) == flattened(other)
+    assert {id(t) for t in ahead.key_tokens} <= {id(t) for t in made}
+    assert (cache.builds, cache.built_ahead, cache.reuses) == (1, 1, 0)
+    cache.for_sequence(part, 7)
+    assert (cache.builds, cache.built_ahead) == (2, 1), "a window needs bands, which are masks"

@@ -21,8 +21,6 @@ def test_one_process_needs_no_process_group() -> None:
         mesh.edp_group,
         mesh.world_group,
         mesh.fsdp_mesh,
-        mesh.stage_mesh,
-        mesh.expert_stage_mesh,
     ):
         assert absent is None
 

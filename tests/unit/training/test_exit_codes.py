@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from megatron_glue.config.errors import ConfigError
@@ -35,3 +38,20 @@ def test_a_tool_keeps_its_own_code_and_its_own_faults() -> None:
 
     with pytest.raises(CheckpointError):
         exit_code_of(run)
+
+
+def test_sigterm_cleans_up_before_it_ends_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    before, cleaned = signal.getsignal(signal.SIGTERM), []
+
+    def run() -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        finally:
+            cleaned.append(True)
+        return 0
+
+    assert exit_code_of(run) == 143
+    assert cleaned == [True]
+    assert capsys.readouterr() == ("", "error: terminated\n")
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -23,6 +23,7 @@ SUMMARY = {
     "micro_batches": 4,
     "metadata_builds": 4,
     "metadata_reuses": 28,
+    "metadata_built_ahead": 3,
     "host_reads": 0,
     "offloaded_bytes": 2**21,
     "reload_wait_ms": 1.5,

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.training.checkpoint.test_store import CPU, Run, assert_equal
 
 from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from megatron_glue.training.checkpoint.saving import RunSaver
+from tests.distributed.training.checkpoint.test_store import CPU, Run, assert_equal
 from tests.support.processes import run_distributed
 
 SLOW_S = 0.7

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.distributed.training.checkpoint.test_store import Run, assert_equal
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.training.checkpoint.source import find_source, load_source
 from megatron_glue.training.checkpoint.store import CheckpointError
+from tests.distributed.training.checkpoint.test_store import Run, assert_equal
 from tests.support.processes import run_distributed
 
 
