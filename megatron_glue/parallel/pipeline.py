@@ -37,16 +37,13 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.stage_plan import ScheduleKind, StagePlan
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.types import ForwardContext, PackedBatch
+from megatron_glue.types import ForwardContext, PackedBatch, StepInputs
 
 _ONE_STAGE_PER_RANK: dict[ScheduleKind, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 _STAGES_PER_RANK: dict[ScheduleKind, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zb": ScheduleInterleavedZeroBubble,
 }
-
-StepInputs = Sequence[tuple[PackedBatch, ForwardContext]]
-"""Micro-batches of one step, on the device, each with what blocks see of it."""
 
 
 class PartModule(Protocol):

@@ -9,6 +9,7 @@ Shape suffixes: V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ from megatron_glue.models.build import BuiltModel
 from megatron_glue.models.gpt import GPT
 from megatron_glue.parallel.data_parallel import DataParallelEngine
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.parallel.pipeline import Pipeline, PipelineShape, StagePart, StepInputs
-from megatron_glue.types import ForwardContext
+from megatron_glue.types import ForwardContext, StepInputs
+
+if TYPE_CHECKING:
+    from megatron_glue.parallel.pipeline import Pipeline
 
 
 class StepExecutor(ABC):
@@ -180,6 +183,9 @@ def build_executor(
     """
     if built.plan.num_stages == 1:
         return DirectExecutor(engine, built.parts[0], built.activation, device)
+    # torch's schedules load the compiler, a second that only pipelines should pay.
+    from megatron_glue.parallel.pipeline import Pipeline, PipelineShape, StagePart
+
     mesh, training = engine.mesh, config.training
     stages = built.plan.stages_of(mesh.pp_rank)
     parts = [

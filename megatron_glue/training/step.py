@@ -18,11 +18,10 @@ from torch import Tensor
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.moe.router import update_expert_biases
 from megatron_glue.parallel.collectives import all_reduce_sum
-from megatron_glue.parallel.pipeline import StepInputs
 from megatron_glue.training.metrics import StepResult, counted_once
 from megatron_glue.training.rank_check import check_batches
 from megatron_glue.training.session import Session
-from megatron_glue.types import ForwardContext, PackedBatch, RouterRecord
+from megatron_glue.types import ForwardContext, PackedBatch, RouterRecord, StepInputs
 
 
 def train_step(session: Session) -> StepResult:

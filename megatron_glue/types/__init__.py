@@ -5,6 +5,7 @@ from megatron_glue.types.dispatch import DispatchMetadata, RoutingDecision
 from megatron_glue.types.forward_context import ForwardContext, RouterRecord, SavedDecisions
 from megatron_glue.types.packed_batch import IGNORE_LABEL, PackedBatch
 from megatron_glue.types.packed_sequence import PAD_SEGMENT_ID, PackedSequence
+from megatron_glue.types.step_inputs import StepInputs
 from megatron_glue.types.token_groups import ReplicatedGroups, TokenGroups
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "RouterRecord",
     "RoutingDecision",
     "SavedDecisions",
+    "StepInputs",
     "TokenGroups",
 ]

@@ -41,6 +41,11 @@ def test_usage_errors(flags: list[str], named: str, tmp_path: Path) -> None:
     assert_one_line(run(["pretrain_moe.py", *TINY, *flags], tmp_path), 2, named)
 
 
+def test_a_usage_error_of_a_command_as_typed(tmp_path: Path) -> None:
+    outcome = run(["pretrain_moe.py", *TINY, "--hidden-size", "65"], tmp_path, is_cold=True)
+    assert_one_line(outcome, 2, "--hidden-size")
+
+
 def test_malformed_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "fine"}\n{"text": 3}\n'))

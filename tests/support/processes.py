@@ -10,14 +10,14 @@ from megatron_glue.config.environment import set_environment_default
 from megatron_glue.parallel import local_ranks
 from megatron_glue.parallel.local_ranks import DEFAULT_TIMEOUT_S, LocalGroup, RankFailedError, run_on_ranks
 
-__all__ = ["RankFailedError", "run_distributed"]
+__all__ = ["PRELOADED", "RankFailedError", "run_distributed"]
 
 # The package itself is the better part of a second in every rank of every test.
-_PRELOADED = ["pytest", "megatron_glue.training.app"]
+PRELOADED = ["pytest", "megatron_glue.training.app", "megatron_glue.parallel.pipeline"]
 if find_spec("deepspeed") is not None:
     # Two seconds of imports in every rank of every test of its engine, which the server does once.
     set_environment_default("DS_ACCELERATOR", "cpu")
-    _PRELOADED += ["deepspeed", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer"]
+    PRELOADED += ["deepspeed", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer"]
 
 
 def run_distributed(
@@ -42,5 +42,5 @@ def run_distributed(
     Raises:
         RankFailedError: If a rank raised, exited without an answer, or was killed at the limit. The others are ended.
     """
-    local_ranks.preload(_PRELOADED)
+    local_ranks.preload(PRELOADED)
     return run_on_ranks(function, LocalGroup(world_size, timeout_s, collective_timeout_s), *args)
