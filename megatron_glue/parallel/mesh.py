@@ -14,11 +14,14 @@ a model on one process is plain torch. There are no getters and no module state 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
@@ -96,6 +99,10 @@ class ParallelMesh:
             lines |= {axis: view[axis] for axis in axis_sizes}
             lines |= {name: view[axes]._flatten(name) for name, axes in merged.items()}
             meshes.append(view)
+        embedding_group = _embedding_group(world_size, token_sizes["pp"], lines["pp"].get_local_rank())
+        _adopt_timeout([line.get_group() for line in lines.values()])
+        if embedding_group is not None:
+            _adopt_timeout([embedding_group])
         sizes = {name: line.size() for name, line in lines.items()}
         ranks = {name: line.get_local_rank() for name, line in lines.items()}
         return cls(
@@ -107,7 +114,7 @@ class ParallelMesh:
             sequence_parallel=parallel.sequence_parallel and sizes["tensor"] > 1,
             dense_mesh=meshes[1],
             expert_mesh=meshes[2],
-            embedding_group=_embedding_group(world_size, sizes["pp"], ranks["pp"]),
+            embedding_group=embedding_group,
         )
 
     @property
@@ -353,3 +360,12 @@ def _embedding_group(world_size: int, pp_size: int, pp_rank: int) -> ProcessGrou
         if isinstance(group, ProcessGroup) and dist.get_rank() in members:
             own = group
     return own if pp_rank in (0, pp_size - 1) else None
+
+
+def _adopt_timeout(groups: Sequence[ProcessGroup]) -> None:
+    """Give groups the longest wait of the world's group. A device mesh creates them with torch's own, half an hour."""
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = world._get_backend(torch.device("cpu")).options._timeout
+    for group in groups:
+        _set_pg_timeout(timeout, group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,3 +65,16 @@ def check_all_axes(rank: int, world_size: int) -> None:
 
 def test_all_axes_together() -> None:
     run_distributed(check_all_axes, 8)
+
+
+def check_timeouts(rank: int, world_size: int) -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)
+    mesh = ParallelMesh.build(parallel, "cpu")
+    cpu = torch.device("cpu")
+    waits = {name: group._get_backend(cpu).options._timeout for name, group in mesh.groups.items()}
+    waits["embedding"] = mesh.embedding_group._get_backend(cpu).options._timeout
+    assert set(waits.values()) == {timedelta(seconds=17)}, waits
+
+
+def test_every_group_waits_as_long_as_the_world() -> None:
+    run_distributed(check_timeouts, 8, collective_timeout_s=17.0)
