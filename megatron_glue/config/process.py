@@ -6,8 +6,10 @@ Entry points call :func:`prepare_process` first; this file therefore imports not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Mapping
@@ -24,6 +26,7 @@ def prepare_process() -> None:
     if "RANK" in environ and sys.platform.startswith("linux"):
         end_with_launcher()
     limit_spinning(environ)
+    raise_file_limit()
 
 
 def end_with_launcher() -> None:
@@ -61,3 +64,16 @@ def limit_spinning(environ: Mapping[str, str]) -> None:
     """
     if "GOMP_SPINCOUNT" not in environ:
         set_environment_default("OMP_WAIT_POLICY", "passive")
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as this user may have.
+
+    gloo keeps a connection to every rank of every group. The usual soft limit of 1024 files ends a run of some hundred
+    ranks while its groups are made; the hard limit is far higher.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # Some systems report a hard limit that they do not grant.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

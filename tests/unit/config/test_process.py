@@ -68,3 +68,19 @@ def test_threads_sleep_at_barriers_unless_the_user_decided(monkeypatch: pytest.M
     limit_spinning({})
     assert os.environ["OMP_WAIT_POLICY"] == "passive"
     monkeypatch.delenv("OMP_WAIT_POLICY")
+
+
+def test_a_process_may_open_as_many_files_as_its_user() -> None:
+    code = (
+        "import resource\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, min(hard, 200)))\n"
+        "from megatron_glue.config.process import prepare_process\n"
+        "prepare_process()\n"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    soft, hard = outcome.stdout.split()
+    assert soft == hard != "64"
