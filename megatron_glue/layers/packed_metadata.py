@@ -166,7 +166,9 @@ class PackedMetadataCache:
             window = effective_window(window, shard.lengths)
             key = (self.layout, self.context_layout, device, window, (shard.rank, shard.size, shard.alignment))
             is_ring = self.context_layout == "ring"
-            return key, window > 0, lambda: _build_shard(sequence, window, is_ring=is_ring, is_varlen=is_varlen)
+            # In a ring pieces see all or none of others' keys. Cumulative lengths say what a band would, but there.
+            holds_mask = window > 0 if is_ring else not is_varlen
+            return key, holds_mask, lambda: _build_shard(sequence, window, is_ring=is_ring, is_varlen=is_varlen)
         window = effective_window(window, sequence.lengths) if self.layout in WINDOWED_LAYOUTS else 0
         lengths, num_pad_tokens = sequence.lengths, sequence.num_pad_tokens
         key = (self.layout, device, window)

@@ -126,7 +126,9 @@ def _keep_bias_fp32(router: Any, incompatible_keys: Any) -> None:
 
 
 @torch.no_grad()
-def update_expert_biases(routers: Sequence[Router], counts_per_layer_E: Sequence[Tensor], rate: float) -> None:
+def update_expert_biases(
+    routers: Sequence[Router], counts_per_layer_E: Sequence[Tensor], rate: float, is_update: Tensor | None = None
+) -> None:
     """Raise the bias of experts with fewer pairs than the mean, lower that of experts with more, by ``rate``.
 
     Auxiliary-loss-free balancing (Wang et al. 2024; DeepSeek-V3, 2024, section 2.1.2). Call it once per optimizer step.
@@ -138,6 +140,8 @@ def update_expert_biases(routers: Sequence[Router], counts_per_layer_E: Sequence
         counts_per_layer_E: For each of them, int64 pairs of each expert, summed over all micro-batches of the step and
             over all data-parallel ranks, so that every rank makes the same update.
         rate: Size of the step.
+        is_update: bool device scalar: whether the optimizer updates in this step; ``None`` if it does. If it skips, so
+            do the biases: behind activations that are not finite, counts say nothing.
 
     Raises:
         ValueError: If the lists differ in length or a router has no bias.
@@ -150,4 +154,5 @@ def update_expert_biases(routers: Sequence[Router], counts_per_layer_E: Sequence
             raise ValueError("routers: one of them has no expert bias; build it with has_expert_bias")
         # Integers, so that "equal to the mean" is exact.
         direction_E = (counts_E.sum() - counts_E * counts_E.shape[0]).sign().float()
-        bias_E.add_(direction_E - direction_E.mean(), alpha=rate)
+        change_E = direction_E - direction_E.mean()
+        bias_E.add_(change_E if is_update is None else change_E * is_update, alpha=rate)

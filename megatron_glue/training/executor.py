@@ -99,6 +99,8 @@ class DirectExecutor(StepExecutor):
                     manager.end_forward()
                     self._engine.backward(loss * loss_scale)
                 loss_sum += loss.detach()
+                # The batches live until the step's end; masks of all of them would add up.
+                context.sequence.cache_entries.clear()
             self._engine.finish_backward()
         finally:
             manager.reset()

@@ -46,7 +46,7 @@ def train_step(session: Session) -> StepResult:
     session.optimizer.zero_grad()
     counts_LE, dropped, aux_losses = _router_statistics(session, router_log)
     if counts_LE is not None:
-        _update_biases(session, counts_LE)
+        _update_biases(session, counts_LE, torch.isfinite(norm))
     session.iteration += 1
     session.num_step_host_reads += session.host_reader.count - reads_before
     loader = session.data.loader
@@ -145,7 +145,7 @@ def _row_of_moe_layer(config: RunConfig) -> dict[int, int]:
     return {layer_index: row for row, layer_index in enumerate(layers)}
 
 
-def _update_biases(session: Session, counts_LE: Tensor) -> None:
+def _update_biases(session: Session, counts_LE: Tensor, is_update: Tensor) -> None:
     """Move the biases of this stage's layers. Its ranks hold the same layers, so all or none of them come here."""
     routers, moe = session.built.routers, session.config.moe
     if not moe.moe_router_enable_expert_bias or not routers:
@@ -153,4 +153,4 @@ def _update_biases(session: Session, counts_LE: Tensor) -> None:
     rows = _row_of_moe_layer(session.config)
     own_LE = torch.stack([counts_LE[rows[layer_index]] for layer_index in routers])
     own_LE = all_reduce_sum(own_LE, session.mesh.stage_group)
-    update_expert_biases(list(routers.values()), list(own_LE), moe.moe_router_bias_update_rate)
+    update_expert_biases(list(routers.values()), list(own_LE), moe.moe_router_bias_update_rate, is_update)

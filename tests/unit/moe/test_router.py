@@ -145,3 +145,11 @@ def test_wrong_updates_are_refused():
         update_expert_biases([build(), build()], [torch.zeros(6, dtype=torch.int64)], 0.1)
     with pytest.raises(ValueError, match="no expert bias"):
         update_expert_biases([build()], [torch.zeros(6, dtype=torch.int64)], 0.1)
+
+
+@pytest.mark.parametrize("is_update", [True, False])
+def test_f113_a_skipped_update_leaves_the_biases(is_update):
+    router = build(has_expert_bias=True)
+    before = router.expert_bias_E.clone()
+    update_expert_biases([router], [torch.tensor([9, 0, 0, 0, 0, 0])], 0.1, torch.tensor(is_update))
+    assert torch.equal(router.expert_bias_E, before) is not is_update

@@ -138,6 +138,39 @@ def test_f113_a_step_that_is_not_finite_is_skipped_and_the_schedule_stands_still
     assert first.lr < skipped.lr == after.lr
 
 
+def test_f113_a_skipped_update_moves_no_balancing_bias(corpus: str) -> None:
+    session = build(corpus, moe={"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"})
+    (router, *_) = session.built.routers.values()
+    bias_E = router.expert_bias_E
+    assert bias_E is not None
+    train_step(session)
+    before = bias_E.clone()
+    assert before.any()
+    with torch.no_grad():
+        session.built.parts[0].final_norm.weight.fill_(float("nan"))
+    train_step(session)
+    session.close()
+    assert session.optimizer.num_skipped_updates == 1
+    assert torch.equal(bias_E, before)
+
+
+def test_metadata_dies_with_the_backward_of_its_micro_batch(corpus: str) -> None:
+    session = build(corpus, training={"accelerator": {"enable_metadata_cache": True}})
+    batches = [batch_of([20, 44], 64, seed=1), batch_of([64], 64, seed=2)]
+    alive: list[int] = []
+    backward = session.engine.backward
+
+    def counted(loss: Tensor) -> None:
+        backward(loss)
+        alive.append(sum(len(batch.sequence.cache_entries) > 0 for batch in batches))
+
+    session.engine.backward = counted
+    train_step(with_batches(session, batches))
+    session.close()
+    assert alive == [1, 1], "that of earlier micro-batches is gone"
+    assert not any(batch.sequence.cache_entries for batch in batches)
+
+
 def test_counters_of_training_leave_evaluation_out(corpus: str) -> None:
     session = build(corpus, training={"accelerator": {"enable_metadata_cache": False}})
     train_step(session)
