@@ -6,7 +6,7 @@ Everything here talks to all ranks and reads the device. Nothing of it belongs i
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -22,6 +22,10 @@ from megatron_glue.parallel.flat_range import get_master
 from megatron_glue.parallel.managed_block import canonical_name
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.shard_spec import get_shard_spec
+
+
+class StagesDifferError(RuntimeError):
+    """Two pipeline stages hold the same tensor with other values."""
 
 
 def gather_full_parameters(model: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
@@ -59,16 +63,48 @@ def gather_full_tensors(items: Iterable[tuple[str, Tensor, Tensor]], mesh: Paral
 
     Returns:
         Global name -> CPU tensor, of all pipeline stages, on every rank.
+
+    Raises:
+        StagesDifferError: If stages hold one tensor (a tied embedding) with other bits.
     """
     whole = {global_name(name, param): _gather(value, param, mesh) for name, param, value in items}
     if mesh.pp_group is None:
         return whole
     buffer = io.BytesIO()
     torch.save(whole, buffer)
-    stages = (
-        torch.load(io.BytesIO(data), weights_only=True) for data in _gather_bytes(buffer.getvalue(), mesh.pp_group)
-    )
-    return {name: tensor for stage in stages for name, tensor in stage.items()}
+    parts = _gather_bytes(buffer.getvalue(), mesh.pp_group)
+    return merge_stages([torch.load(io.BytesIO(data), weights_only=True) for data in parts])
+
+
+def merge_stages(stages: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all pipeline stages in one mapping.
+
+    Args:
+        stages: Global name -> whole tensor, of each stage.
+
+    Returns:
+        Global name -> tensor, each name once.
+
+    Raises:
+        StagesDifferError: If two stages bring one name with other bits: there is no whole tensor then, and taking
+            either would hide what is wrong with the other.
+    """
+    merged: dict[str, Tensor] = {}
+    owners: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        for name, tensor in stage.items():
+            owner = owners.setdefault(name, index)
+            if not _same_bits(merged.setdefault(name, tensor), tensor):
+                raise StagesDifferError(f"{name} is not the same on pipeline stages {owner} and {index}")
+    return merged
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are the same to the last bit; a NaN is the same as itself."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    bits = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
+    return torch.equal(*bits)
 
 
 def _gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from megatron_glue.config.sections import RunConfig
+from megatron_glue.parallel.gather import gather_full_parameters, global_name
+from megatron_glue.parallel.mesh import ParallelMesh
+from megatron_glue.proofs import observation
 from megatron_glue.proofs.comparison import compare
 from megatron_glue.proofs.observation import digest, observe_on_rank
 from tests.support.cases import small_config, write_corpus
-from tests.support.processes import run_distributed
+from tests.support.processes import RankFailedError, run_distributed
 from tests.support.tolerances import RELATIVE_NORM
 
 TOLERANCE = RELATIVE_NORM[torch.float32]
@@ -49,6 +53,30 @@ def test_two_ranks_observe_the_same(parallel: dict[str, Any], folder: Path, one_
     assert "aux-only gradient of blocks.0.ffn.router.weight" in compared
     assert "z-only gradient of blocks.1.ffn.router.weight" in compared
     assert "weight embedding.weight" in compared
+
+
+def observe_wrong_embedding(rank: int, world_size: int, config: RunConfig, folder: str) -> dict[str, Any]:
+    """The first stage's copy of the tied embedding goes wrong after the last step; the last stage's stays right."""
+    num_gathered = 0
+
+    def gather(model: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
+        nonlocal num_gathered
+        num_gathered += 1
+        if num_gathered == 2 and mesh.pp_rank == 0:
+            named = {global_name(name, param): param for name, param in model.named_parameters()}
+            with torch.no_grad():
+                named["embedding.weight"].add_(100.0)
+        return gather_full_parameters(model, mesh)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observation, "gather_full_parameters", gather)
+        return observe_on_rank(rank, world_size, config, folder)
+
+
+def test_both_ends_of_a_tied_embedding_are_looked_at(folder: Path) -> None:
+    config = config_of(folder, parallel={"pipeline_model_parallel_size": 2})
+    with pytest.raises(RankFailedError, match=r"embedding.weight is not the same on pipeline stages 0 and 1"):
+        run_distributed(observe_wrong_embedding, 2, config, str(folder / "tied"))
 
 
 @pytest.mark.parametrize(
