@@ -73,6 +73,8 @@ def compare(reports: Sequence[Mapping[str, Any]], reference: Mapping[str, Any]) 
     differences = [
         *_scalars("loss", first, reference, "losses"),
         *_scalars("clip norm", first, reference, "grad_norms"),
+        *_scalars("aux loss", first, reference, "aux_losses"),
+        *_scalars("z loss", first, reference, "z_losses"),
     ]
     differences += _tensors("gradient of", first["gradients"], reference["gradients"])
     differences += _tensors("aux-only gradient of", first["aux_gradients"], reference["aux_gradients"])

@@ -138,6 +138,7 @@ def _train(config: RunConfig, place: ObservedPlace, num_steps: int) -> dict[str,
     mesh = place.mesh
     session = build_session(config, mesh, place.device, place.folder)
     metrics, batches, expert_counts = session.metrics, [], torch.zeros(0, dtype=torch.int64)
+    auxiliary: list[list[float]] = []
 
     def watch(step_batches: list[PackedBatch]) -> list[PackedBatch]:
         step = session.iteration
@@ -152,6 +153,7 @@ def _train(config: RunConfig, place: ObservedPlace, num_steps: int) -> dict[str,
         for step in range(num_steps):
             metrics.add(train_step(session), 0.0)
             metrics.flush(session.host_reader, mesh.world_group)
+            auxiliary.append(metrics.aux_losses)
             if step == 0:
                 # Of later steps only by chance: a weight that differs in its last bit may move a token.
                 expert_counts = torch.tensor(metrics.expert_counts, dtype=torch.int64)
@@ -162,7 +164,8 @@ def _train(config: RunConfig, place: ObservedPlace, num_steps: int) -> dict[str,
         "losses": torch.tensor(metrics.losses, dtype=torch.float64),
         "grad_norms": torch.tensor(metrics.grad_norms, dtype=torch.float64),
         "expert_counts": expert_counts,
-        "aux_losses": torch.tensor(metrics.aux_losses, dtype=torch.float64),
+        "aux_losses": _column(auxiliary, 0),
+        "z_losses": _column(auxiliary, 1),
         "weights": end,
         "router_biases": {
             f"blocks.{layer}.ffn.router.expert_bias": router.expert_bias_E.cpu()
@@ -172,6 +175,11 @@ def _train(config: RunConfig, place: ObservedPlace, num_steps: int) -> dict[str,
         "weight_digests": {"at step 0": _digests(start), f"at step {num_steps}": _digests(end)},
         "batches": batches,
     }
+
+
+def _column(rows: list[list[float]], index: int) -> Tensor:
+    """One auxiliary loss by step; a dense model has none."""
+    return torch.tensor([row[index] for row in rows if row], dtype=torch.float64)
 
 
 def describe_batch(batch: PackedBatch) -> dict[str, Any]:

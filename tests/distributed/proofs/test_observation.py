@@ -53,6 +53,7 @@ def test_two_ranks_observe_the_same(parallel: dict[str, Any], folder: Path, one_
     assert "aux-only gradient of blocks.0.ffn.router.weight" in compared
     assert "z-only gradient of blocks.1.ffn.router.weight" in compared
     assert "weight embedding.weight" in compared
+    assert {"aux loss of step 2", "z loss of step 0"} <= compared
 
 
 def observe_wrong_embedding(rank: int, world_size: int, config: RunConfig, folder: str) -> dict[str, Any]:
