@@ -84,7 +84,8 @@ def compare(reports: Sequence[Mapping[str, Any]], reference: Mapping[str, Any]) 
     differences += _tensors("bias", biases, reference["router_biases"])
     moved = _moved_share(first["expert_counts"], reference["expert_counts"])
     differences.append(Difference("tokens per expert", moved))
-    disagreements = [*_replica_disagreements(reports), *_bias_disagreements(reports, biases)]
+    disagreements = [*_empty_proofs(reference), *_replica_disagreements(reports)]
+    disagreements += _bias_disagreements(reports, biases)
     disagreements += _batch_disagreements(reports)
     disagreements += _data_disagreements(reports, reference)
     return Comparison(differences, disagreements)
@@ -109,6 +110,18 @@ def relative_difference(actual: Tensor, expected: Tensor, floor: float = 0.0) ->
     return value if math.isfinite(value) else math.inf
 
 
+def noise_floor(tensors: Iterable[Tensor]) -> float:
+    """The least denominator of relative differences among tensors of one kind: see the top of this file.
+
+    Args:
+        tensors: The expected ones.
+
+    Returns:
+        ``NOISE_FLOOR`` of the largest norm; 0 without tensors.
+    """
+    return NOISE_FLOOR * max((tensor.double().norm().item() for tensor in tensors), default=0.0)
+
+
 def _moved_share(actual: Tensor, expected: Tensor) -> float:
     """Share of the (token, choice) pairs that went to another expert."""
     if actual.shape != expected.shape:
@@ -126,12 +139,20 @@ def _scalars(what: str, first: Mapping[str, Any], reference: Mapping[str, Any], 
 
 
 def _tensors(what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[Difference]:
-    floor = NOISE_FLOOR * max((tensor.double().norm().item() for tensor in expected.values()), default=0.0)
+    floor = noise_floor(expected.values())
     for name in sorted(actual.keys() | expected.keys()):
         if name not in actual or name not in expected:
             yield Difference(f"{what} {name} ({'missing' if name in expected else 'unexpected'})", math.inf)
         else:
             yield Difference(f"{what} {name}", relative_difference(actual[name], expected[name], floor))
+
+
+def _empty_proofs(reference: Mapping[str, Any]) -> Iterator[str]:
+    """Two empty sides are equal, and so are two zeros: what the configuration promises must be there to be compared."""
+    for name in reference["promised"]:
+        values = reference[name]
+        if not any(bool(tensor.any()) for tensor in (values.values() if isinstance(values, Mapping) else [values])):
+            yield f"{name} of one process are empty or zero: their comparison proves nothing"
 
 
 def _replica_disagreements(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -99,7 +99,7 @@ def observe(config: RunConfig, place: ObservedPlace, num_steps: int = 3) -> dict
         Tensors, numbers and texts by name. Whole tensors are in the first rank's report only.
     """
     mesh, cpu_start = place.mesh, time.process_time()
-    report: dict[str, Any] = {"dp_rank": mesh.dp_rank, "cp_rank": mesh.cp_rank}
+    report: dict[str, Any] = {"dp_rank": mesh.dp_rank, "cp_rank": mesh.cp_rank, "promised": promised_content(config)}
     report["gradients"] = _first_gradients(config, place)
     for name, other_coefficient in (("aux_gradients", "moe_z_loss_coeff"), ("z_gradients", "moe_aux_loss_coeff")):
         report[name] = _router_gradients(config, other_coefficient, place) if config.moe.num_experts else {}
@@ -109,6 +109,28 @@ def observe(config: RunConfig, place: ObservedPlace, num_steps: int = 3) -> dict
         for name in ("gradients", "aux_gradients", "z_gradients", "weights"):
             del report[name]
     return report
+
+
+def promised_content(config: RunConfig) -> list[str]:
+    """What a report under this configuration must hold, and not only zeros.
+
+    Args:
+        config: A validated configuration.
+
+    Returns:
+        Names of entries of a report.
+    """
+    moe, names = config.moe, ["losses", "grad_norms", "gradients", "weights"]
+    if not moe.num_experts:
+        return names
+    names.append("expert_counts")
+    if moe.moe_aux_loss_coeff:
+        names += ["aux_gradients", "aux_losses"]
+    if moe.moe_z_loss_coeff:
+        names += ["z_gradients", "z_losses"]
+    if moe.moe_router_enable_expert_bias and moe.moe_router_bias_update_rate:
+        names.append("router_biases")
+    return names
 
 
 def _first_gradients(config: RunConfig, place: ObservedPlace, *, is_labelled: bool = True) -> dict[str, Tensor]:

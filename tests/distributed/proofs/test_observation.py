@@ -14,7 +14,7 @@ from megatron_glue.parallel.gather import gather_full_parameters, global_name
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.proofs import observation
 from megatron_glue.proofs.comparison import compare
-from megatron_glue.proofs.observation import digest, observe_on_rank
+from megatron_glue.proofs.observation import digest, observe_on_rank, promised_content
 from tests.support.cases import small_config, write_corpus
 from tests.support.processes import RankFailedError, run_distributed
 from tests.support.tolerances import RELATIVE_NORM
@@ -78,6 +78,17 @@ def test_both_ends_of_a_tied_embedding_are_looked_at(folder: Path) -> None:
     config = config_of(folder, parallel={"pipeline_model_parallel_size": 2})
     with pytest.raises(RankFailedError, match=r"embedding.weight is not the same on pipeline stages 0 and 1"):
         run_distributed(observe_wrong_embedding, 2, config, str(folder / "tied"))
+
+
+def test_what_a_configuration_promises(folder: Path, one_process: dict[str, Any]) -> None:
+    always = ["losses", "grad_norms", "gradients", "weights"]
+    routed = ["expert_counts", "aux_gradients", "aux_losses", "z_gradients", "z_losses"]
+    assert one_process["promised"] == always + routed
+    assert promised_content(config_of(folder, moe={"num_experts": 0})) == always
+    without = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.01}
+    assert promised_content(config_of(folder, moe=without)) == [*always, "expert_counts"]
+    biased = config_of(folder, moe={"moe_router_enable_expert_bias": True})
+    assert promised_content(biased) == [*always, *routed, "router_biases"]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def reference() -> Report:
         "z_gradients": {"b.router.weight": torch.ones(4, 4) * 0.01},
         "weights": weights,
         "router_biases": {"b.router.expert_bias": torch.tensor([0.001, -0.001])},
+        "promised": ["gradients", "aux_gradients", "z_gradients", "aux_losses", "router_biases"],
         "weight_digests": {"at step 0": dict(digests), "at step 2": dict(digests)},
         "batches": [batch(step, micro, (2 * step + micro,), 10) for step in range(2) for micro in range(2)],
     }
@@ -122,6 +123,28 @@ def test_a_missing_gradient_is_found() -> None:
     ranks = two_shards()
     del ranks[0]["gradients"]["a.weight"]
     assert "gradient of a.weight (missing)" in compare(ranks, reference()).failures(1e-5)[0]
+
+
+@pytest.mark.parametrize("name", ["aux_gradients", "router_biases"])
+@pytest.mark.parametrize("is_zero", [False, True], ids=["empty", "zero"])
+def test_what_was_promised_and_is_empty_on_both_sides_proves_nothing(name: str, is_zero: bool) -> None:
+    def emptied(report: Report) -> Report:
+        return report | {name: {key: tensor * 0 for key, tensor in report[name].items()} if is_zero else {}}
+
+    ranks, expected = two_shards(), emptied(reference())
+    ranks[0] = emptied(ranks[0])
+    ranks[1]["router_biases"] = ranks[0]["router_biases"]
+    assert compare(ranks, expected).disagreements == [
+        f"{name} of one process are empty or zero: their comparison proves nothing"
+    ]
+    expected["promised"].remove(name)
+    assert compare(ranks, expected).failures(0.0) == []
+
+
+def test_promised_numbers_must_be_there() -> None:
+    ranks, expected = two_shards(), reference()
+    ranks[0]["aux_losses"] = expected["aux_losses"] = torch.zeros(0)
+    assert compare(ranks, expected).disagreements[0].startswith("aux_losses of one process are empty")
 
 
 def test_tensor_parallel_peers_must_see_the_same_rows() -> None:
