@@ -4,16 +4,17 @@
 Every layout of a list runs on processes of this machine (gloo, or one GPU per rank and NCCL with --device cuda), with
 the three optimisations on and off, and is compared with one process without them:
 
-- losses and clip norms of three steps;
+- losses, clip norms, and the logged load-balancing and z-losses of three steps;
 - every gradient of the first step, gathered whole;
 - the routers' gradients from the load-balancing loss alone and from the z-loss alone;
 - tokens per expert in the first step, which must be equal;
-- every weight after three steps.
+- every weight after three steps, and the routers' balancing biases.
 
 Differences are relative norms, |a - b| / |b|; a row shows the largest one and what it was in. In fp32 at most 1e-5 is
-allowed, in bf16 2e-2 (--tolerance for others). Besides, weights at both ends must be equal bit for bit between
-replicas, and every micro-batch between the ranks that share it. A row that hangs or crashes is ended after --timeout-s
-and the rest go on. Exit code 1 if a row failed.
+allowed, in bf16 2e-2 (--tolerance for others). A row whose routers leave nothing to compare, no gradient or only zeros,
+fails. Besides, weights at both ends of a run must be equal bit for bit between replicas, as must a tied embedding and
+its gradient between the two stages that hold it, and every micro-batch between the ranks that share it. A row that
+hangs or crashes is ended after --timeout-s and the rest go on. Exit code 1 if a row failed.
 
 Layouts and models come from tools/parity_layouts.yaml, or from your own file (--layouts; docs/parity.md has the form,
 examples/layouts/ one to start from). All flags of the entry points are accepted too and hold for every row.
