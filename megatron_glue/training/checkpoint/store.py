@@ -109,7 +109,8 @@ class CheckpointStore:
         path, ranks = Path(path), self.ranks
         wanted = ranks.together(lambda: contents.collect_tensors(state, self._mesh))
         ranks.together(lambda: files.verify_files(path, part=ranks.rank, num_parts=ranks.world_size))
-        facts, index = ranks.together(lambda: read_facts_and_index(path))
+        # All read the same bytes, as their checksums say: one audit is as good as one per rank.
+        facts, index = ranks.together(lambda: read_facts_and_index(path, must_audit=ranks.is_first))
         ranks.together(lambda: contents.check_same_model(facts["model"], state.config, path / FACTS_NAME))
         known = ranks.union_of(sorted(index), set(wanted))
         ranks.together(lambda: contents.check_same_tensors(index, wanted, path, known))
@@ -129,11 +130,12 @@ class CheckpointStore:
         return {name: tensor for name, tensor in own.items() if name in index}
 
 
-def read_facts_and_index(path: Path) -> tuple[dict[str, Any], dict[str, SavedTensor]]:
+def read_facts_and_index(path: Path, *, must_audit: bool = True) -> tuple[dict[str, Any], dict[str, SavedTensor]]:
     """Read everything of a checkpoint but its tensors, and audit what it says about them.
 
     Args:
         path: A published checkpoint.
+        must_audit: Whether to audit; a rank need not if another does and its outcome is shared.
 
     Returns:
         Content of ``meta.json``, and the index.
@@ -145,7 +147,9 @@ def read_facts_and_index(path: Path) -> tuple[dict[str, Any], dict[str, SavedTen
     if not isinstance(facts, dict) or facts.get("format") != contents.FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else None
         raise CheckpointError(f"{path / FACTS_NAME}: format {found}, expected {contents.FORMAT}")
-    index = read_index(path)
+    index = read_index(path, must_audit=must_audit)
+    if not must_audit:
+        return facts, index
     used = {part.relative_path for saved in index.values() for part in saved.slices}
     check_files(index, {name: size for name, size in files.listed_sizes(path).items() if name in used}, path)
     check_experts(facts["model"], index, path)

@@ -101,7 +101,8 @@ def write_parts(path: Path, parts: Iterable[NamedPart]) -> tuple[WrittenFile, di
 
 
 def _write_parts(stream: _HashedStream, file_name: str, parts: Iterable[NamedPart]) -> dict[str, SavedTensor]:
-    index: dict[str, SavedTensor] = {}
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    slices: dict[str, list[SavedSlice]] = {}
     for entry in parts:
         tensor = entry.part.tensor.detach().cpu()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -113,9 +114,9 @@ def _write_parts(stream: _HashedStream, file_name: str, parts: Iterable[NamedPar
         except RuntimeError as error:
             raise stream.failure or error from error
         place = SavedSlice(entry.part.offsets, entry.part.sizes, file_name, start, stream.num_bytes - start)
-        earlier = index[entry.name].slices if entry.name in index else ()
-        index[entry.name] = SavedTensor(tensor.dtype, entry.shape, (*earlier, place))
-    return index
+        kinds[entry.name] = (tensor.dtype, entry.shape)
+        slices.setdefault(entry.name, []).append(place)
+    return {name: SavedTensor(*kind, tuple(slices[name])) for name, kind in kinds.items()}
 
 
 class _HashedStream:

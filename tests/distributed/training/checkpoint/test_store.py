@@ -17,6 +17,8 @@ from megatron_glue.parallel.gather import gather_full_parameters
 from megatron_glue.parallel.grad_norm import global_grad_norm
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import Precision
+from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import index as checkpoint_index
 from megatron_glue.training.checkpoint import state as checkpoint_state
 from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from megatron_glue.training.checkpoint.store import CheckpointError, CheckpointStore, TrainingState
@@ -255,6 +257,29 @@ def test_damage_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
         assert answers[0] == answers[1]
         assert f"{path / name}: damaged, {len(good) - 1} bytes instead of {len(good)}" in answers[0][0]
         (path / name).write_bytes(good)
+
+
+def load_with_a_hole(rank: int, world_size: int, root: str) -> list[str]:
+    run = Run(root, "ddp", 1)
+    real, audits = checkpoint_index.check_coverage, []
+    checkpoint_index.check_coverage = lambda *args: (audits.append(args), real(*args))
+    with pytest.raises(CheckpointError) as caught:
+        run.store.load(Path(root) / "step_00000002", run.state())
+    assert len(audits) == (1 if rank == 0 else 0)
+    return [str(caught.value)]
+
+
+def test_one_rank_audits_and_all_refuse(tmp_path: Path) -> None:
+    one = Run(tmp_path, *ONE_PROCESS)
+    one.store.save(2, one.state())
+    path = one.store.path_of(2)
+    index = json.loads((path / "index.json").read_bytes())
+    index["tensors"]["model.embedding"]["slices"][0]["sizes"][0] -= 1
+    files.write_durably(path / "index.json", files.to_json(index))
+    files.write_manifest(path, files.read_manifest(path) | files.describe_files([path / "index.json"]))
+    answers = run_distributed(load_with_a_hole, 2, str(tmp_path))
+    assert answers[0] == answers[1]
+    assert "model.embedding[6:7, 0:6] of shape (7, 6) is in no slice" in answers[0][0]
 
 
 def prepare_unwritable(rank: int, world_size: int, root: str) -> list[str]:

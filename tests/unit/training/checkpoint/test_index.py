@@ -116,10 +116,72 @@ def test_every_fault_is_found_and_nothing_else(sizes: list[int], rng) -> None:
         assert all(counts[element] == len(owners) for element in elements)
 
 
-def test_an_audit_of_many_slices_takes_no_time() -> None:
+class CountedInt(int):
+    """A bound of an interval that counts what is done with it."""
+
+    num_uses = 0
+
+    def _counted(name: str):
+        def use(self: CountedInt, *others: int):
+            CountedInt.num_uses += 1
+            return getattr(int, name)(self, *others)
+
+        return use
+
+    __eq__, __ne__, __hash__ = _counted("__eq__"), _counted("__ne__"), _counted("__hash__")
+    __lt__, __le__, __gt__, __ge__ = map(_counted, ("__lt__", "__le__", "__gt__", "__ge__"))
+
+
+def strips(count: int) -> list[tuple[tuple[int, int], ...]]:
+    """Columns from top to bottom beside one that is cut into rows: a cut of the rows meets every column."""
+    bounds = [CountedInt(number) for number in range(count + 1)]
+    columns = [((bounds[0], bounds[count]), (bounds[i], bounds[i + 1])) for i in range(count - 1)]
+    return columns + [((bounds[i], bounds[i + 1]), (bounds[count - 1], bounds[count])) for i in range(count)]
+
+
+def test_the_audit_does_as_much_per_slice_however_many_there_are() -> None:
+    def uses_per_slice(count: int) -> float:
+        boxes = strips(count)
+        CountedInt.num_uses = 0
+        assert find_fault((count, count), boxes) is None
+        return CountedInt.num_uses / len(boxes)
+
+    assert uses_per_slice(256) < 1.2 * uses_per_slice(32)
+
+
+def test_a_fault_among_many_slices_is_found() -> None:
     boxes = [((i, i + 1), (j, j + 64)) for i in range(256) for j in range(0, 512, 64)]
     assert find_fault((256, 512), boxes) is None
     assert find_fault((256, 512), boxes[1:]) == (((0, 1), (0, 64)), [])
+    assert find_fault((8, 8), strips(8)[:-1]) == (((7, 8), (7, 8)), [])
+
+
+class CountedSlices(tuple[SavedSlice, ...]):
+    """Slices that count how many are copied when tuples are put together."""
+
+    num_copied = 0
+
+    def __add__(self, other):
+        CountedSlices.num_copied += len(self) + len(other)
+        return CountedSlices((*self, *other))
+
+    def __radd__(self, other):
+        return CountedSlices(other) + self
+
+
+def test_merging_copies_no_slice_again_and_again() -> None:
+    one = box((0, 1))
+    CountedSlices.num_copied = 0
+    merged = merge_tensors(({"a": SavedTensor(torch.float32, (100,), CountedSlices([one]))} for _ in range(100)), "x")
+    assert len(merged["a"].slices) == 100
+    assert CountedSlices.num_copied <= 200
+
+
+def test_only_those_who_ask_for_it_audit(tmp_path: Path) -> None:
+    write_index(tmp_path, {"a": saved((2,), box((0, 1)))})
+    with pytest.raises(CheckpointError, match=r"a\[1:2\] of shape \(2,\) is in no slice"):
+        read_index(tmp_path)
+    assert read_index(tmp_path, must_audit=False).keys() == {"a"}
 
 
 def test_slices_fill_their_files() -> None:
