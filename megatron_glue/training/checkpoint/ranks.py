@@ -1,14 +1,13 @@
-"""The ranks that save or load together: they agree about failures at every station, and share the writing.
+"""The ranks that save or load together: they agree about failures at every station, and on who writes what.
 
 A save in the background has a group of its own, since collectives of two threads on one group would mix.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,9 +16,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.parallel.agreement import PeerFailedError, together
-from megatron_glue.parallel.collectives import all_reduce_max, gather_rows, max_over_ranks
+from megatron_glue.parallel.collectives import all_reduce_max, max_over_ranks
 from megatron_glue.training.checkpoint.files import CheckpointError
-from megatron_glue.training.checkpoint.parts import GlobalTensor, Part
+from megatron_glue.training.checkpoint.parts import GlobalTensor
+from megatron_glue.training.checkpoint.sharing import WriteShares
 from megatron_glue.training.checkpoint.tensors import NamedPart
 
 T = TypeVar("T")
@@ -42,6 +42,7 @@ class Ranks:
     world_size: int
     group: ProcessGroup | None
     root: Path
+    _shares: WriteShares = field(default_factory=WriteShares, init=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -92,10 +93,7 @@ class Ranks:
         return CheckpointError(line)
 
     def choose_own(self, tensors: Mapping[str, GlobalTensor]) -> list[NamedPart]:
-        """Share the writing: every part goes to one of the ranks that hold it, so that all write about as much.
-
-        Ranks tell each other hashes of what they hold, not whose replica it is: a tied embedding on two pipeline stages
-        is as well known to be one as the replicas of data parallelism.
+        """Share the writing: every part goes to one of the ranks that hold it; see :class:`WriteShares`.
 
         Args:
             tensors: What this rank holds. Parts of the same name and place are equal on all ranks that hold them.
@@ -104,41 +102,9 @@ class Ranks:
             What this rank writes.
         """
         held = [NamedPart(name, tensor.shape, part) for name, tensor in tensors.items() for part in tensor.parts]
-        if self.group is None:
-            return held
-        keys = [_key(entry.name, entry.part) for entry in held]
-        own = torch.tensor([keys, [entry.part.tensor.nbytes for entry in held]], dtype=torch.int64).T.contiguous()
-        owners = _share([rows.tolist() for rows in gather_rows(own.reshape(-1, 2), self.group)])
-        return [entry for key, entry in zip(keys, held, strict=True) if owners[key] == self.rank]
+        return self._shares.choose(held, self.rank, self.group)
 
     def union_of(self, names: list[str], own: set[str]) -> set[str]:
         """Those of ``names``, a list that all ranks have alike, that are in the set of any rank."""
         flags = torch.tensor([name in own for name in names], dtype=torch.uint8)
         return {name for name, flag in zip(names, all_reduce_max(flags, self.group).tolist(), strict=True) if flag}
-
-
-def _key(name: str, part: Part) -> int:
-    """63 bits of a hash. Should two parts ever collide, the audit before publishing finds the hole."""
-    text = f"{name}\0{part.offsets}\0{part.sizes}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def _share(held: list[list[list[int]]]) -> dict[int, int]:
-    """Key -> rank that writes it; the largest first, each to the least loaded of the ranks that hold it.
-
-    Args:
-        held: (key, bytes) of each part, per rank.
-    """
-    candidates: dict[int, list[int]] = {}
-    sizes: dict[int, int] = {}
-    for rank, entries in enumerate(held):
-        for key, num_bytes in entries:
-            candidates.setdefault(key, []).append(rank)
-            sizes[key] = num_bytes
-    loads = [0] * len(held)
-    owners = {}
-    for key in sorted(candidates, key=lambda key: (-sizes[key], key)):
-        owner = min(candidates[key], key=loads.__getitem__)
-        loads[owner] += sizes[key]
-        owners[key] = owner
-    return owners

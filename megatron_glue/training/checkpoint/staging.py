@@ -1,8 +1,8 @@
 """A copy of what a rank writes, in host memory, so that training can go on while it is written.
 
 One buffer of exact size holds all parts; it is made at the first save and used again at every later one. On CUDA it is
-pinned and filled on a stream of its own. The training thread waits for the copy and for nothing else: the next step may
-change weights and moments as soon as it has returned.
+pinned and filled on a stream of its own. The training thread waits for the copy: the next step may change weights and
+moments as soon as it has returned.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import Precision
 from megatron_glue.training.checkpoint import files as files
 from megatron_glue.training.checkpoint import index as checkpoint_index
+from megatron_glue.training.checkpoint import sharing as sharing
 from megatron_glue.training.checkpoint import state as checkpoint_state
 from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from megatron_glue.training.checkpoint.store import CheckpointError, CheckpointStore, TrainingState
@@ -165,6 +166,28 @@ def test_each_logical_slice_is_saved_once(tmp_path: Path) -> None:
     # Replicated tensors are spread over the ranks' files.
     files = {part["file"] for entry in tensors.values() for part in entry["slices"]}
     assert files == {"__0_0.distcp", "__1_0.distcp"}
+
+
+def save_again_and_again(rank: int, world_size: int, root: str) -> list[int]:
+    real, num_exchanges = sharing.gather_rows, []
+    sharing.gather_rows = lambda *args: (num_exchanges.append(1), real(*args))[1]
+    run = Run(root, "ddp", 1)
+    told = []
+    for step in range(1, 4):
+        run.train(1)
+        run.store.save(step, run.state())
+        told.append(len(num_exchanges))
+    if rank == 1:
+        # Only there: the first rank has to ask again because another has changed.
+        run.engine.model.register_buffer("extra", torch.zeros(3))
+    run.store.save(4, run.state())
+    return [*told, len(num_exchanges)]
+
+
+def test_who_writes_what_is_asked_again_only_when_a_rank_has_changed(tmp_path: Path) -> None:
+    assert run_distributed(save_again_and_again, 2, str(tmp_path)) == [[1, 1, 1, 2]] * 2
+    first, last = (json.loads((tmp_path / f"step_0000000{step}/index.json").read_bytes()) for step in (3, 4))
+    assert last["tensors"].keys() - first["tensors"].keys() == {"model.extra"}
 
 
 def fail_on_one_rank(rank: int, world_size: int, root: str, failing_rank: int) -> list[str]:

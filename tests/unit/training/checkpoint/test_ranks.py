@@ -1,4 +1,4 @@
-"""How ranks share the writing; what they agree on is tested with ranks in tests/distributed/training."""
+"""Ranks in one process; what several agree on is tested with ranks in tests/distributed/training/checkpoint."""
 
 from __future__ import annotations
 
@@ -10,21 +10,9 @@ import torch
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.parts import GlobalTensor, Part
-from megatron_glue.training.checkpoint.ranks import Ranks, _share
+from megatron_glue.training.checkpoint.ranks import Ranks
 
 ALONE = Ranks(0, 1, None, Path("runs/a"))
-
-
-def test_every_part_has_one_owner_that_holds_it_and_loads_are_even() -> None:
-    replicated = [[key, 10 * key] for key in range(1, 21)]
-    held = [[*replicated, [100 + rank, 50]] for rank in range(4)]
-    owners = _share(held)
-    assert owners.keys() == {key for entries in held for key, _ in entries}
-    assert all(owners[100 + rank] == rank for rank in range(4))
-    sizes = dict(entry for entries in held for entry in entries)
-    loads = [sum(sizes[key] for key, owner in owners.items() if owner == rank) for rank in range(4)]
-    assert sum(loads) == sum(sizes.values())
-    assert max(loads) - min(loads) <= 50, "no more than one part"
 
 
 def test_one_process_writes_everything() -> None:
