@@ -34,20 +34,9 @@ from megatron_glue.training.checkpoint.files import (
 
 SAVE_INTERVAL, WINDOW_STEPS = 4, 8
 FLAGS = (
-    *(
-        "--log-interval",
-        "1",
-        "--progress",
-        "plain",
-        "--sample-tokens",
-        "0",
-        "--eval-iters",
-        "1",
-        "--eval-interval",
-        "0",
-    ),
-    *("--save-interval", str(SAVE_INTERVAL), "--keep-last", "3", "--distributed-timeout-minutes", "1"),
-)
+    "--log-interval=1 --progress=plain --sample-tokens=0 --eval-iters=1 --eval-interval=0 "
+    f"--save-interval={SAVE_INTERVAL} --keep-last=3 --distributed-timeout-minutes=1"
+).split()
 """What a run must be told so that a trial can follow it."""
 MOMENTS = ("saving",) * 4 + ("training",) * 4 + ("starting",) * 2
 STEP = re.compile(r"^iteration +(\d+)/", re.MULTILINE)
@@ -283,8 +272,11 @@ class KillTrial:
                 verify_files(step_folder(self._root, step))
             except CheckpointError as error:
                 result.failures.append(str(error))
-        newest = latest_step(self._root)
-        result.published = -1 if newest is None else newest
+        # Nobody goes back here, so the next start must take the newest one, whatever ``latest`` says.
+        result.published = max(steps, default=-1)
+        if steps and (chosen := latest_step(self._root)) != result.published:
+            resumed = f"the next start would resume from step {chosen}"
+            result.failures.append(f"step {result.published} is published, {resumed}")
         result.unfinished = any(self._root.glob(f"*{INCOMPLETE_SUFFIX}"))
         if result.published < published_before:
             result.failures.append(f"step {result.published} is newest, step {published_before} was published before")

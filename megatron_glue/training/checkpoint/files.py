@@ -1,9 +1,11 @@
 """Folders and files of checkpoints: durable writes, the manifest, publishing, finding, pruning.
 
 A checkpoint is a folder ``step_00000010``. While it is being written it is called ``step_00000010.incomplete``; one
-rename publishes it, and only then does the file ``latest`` name it. A process killed at any moment therefore leaves
-every earlier checkpoint, and ``latest``, as they were; so does a disk that runs full. What dead processes leave is
-removed at the next start and at the next save. This file knows nothing of tensors or ranks.
+rename publishes it, a second one, of ``latest.tmp``, makes the file ``latest`` name it. Everything that needs room on
+the disk is written before the first, so that a full disk leaves every earlier checkpoint, and ``latest``, as they were;
+so does a kill before it. A kill between the two leaves ``latest.tmp``, which says that the folder it names was
+published and is the newest. What else dead processes leave is removed at the next start and at the next save. This file
+knows nothing of tensors or ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -31,6 +34,8 @@ _PROBE_PREFIX = ".write_probe_"
 _LATEST_ASIDE = f"{LATEST_NAME}.tmp"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _READ_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
@@ -59,11 +64,11 @@ def check_writable(root: Path) -> None:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _tidy(root)
         if (root / LATEST_NAME).is_dir():
             raise ConfigError(
                 flag_of("save"), root, f"{root / LATEST_NAME} is a folder, not a file", "remove that folder"
             )
+        _tidy(root)
         handle, name = tempfile.mkstemp(prefix=_PROBE_PREFIX, dir=root)
         os.close(handle)
         try:
@@ -76,7 +81,9 @@ def check_writable(root: Path) -> None:
 
 
 def _tidy(root: Path) -> None:
-    """Put back or remove what killed processes left. Half-written folders stay until the next save starts."""
+    """Complete, put back or remove what killed processes left. Half-written folders stay until the next save starts."""
+    if _step_before_latest(root) is not None:
+        (root / _LATEST_ASIDE).rename(root / LATEST_NAME)
     for stray in (*root.glob(f"{_PROBE_PREFIX}*"), root / _LATEST_ASIDE):
         if stray.is_file():
             stray.unlink(missing_ok=True)
@@ -243,27 +250,36 @@ def publish(incomplete: Path) -> Path:
     A published checkpoint of the same step is replaced, and only now: it belongs to a course of the run that was given
     up, or is damaged.
 
+    If ``latest`` cannot be moved, the checkpoint counts all the same: ``latest.tmp`` stays and says so.
+
     Args:
         incomplete: The unpublished folder; every file in it is durable.
 
     Returns:
         The published folder.
+
+    Raises:
+        OSError: If the folder could not be published, or it is not known whether that is on the disk.
     """
     root = incomplete.parent
     final = incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE_SUFFIX))
     replaced = final.with_name(final.name + _REPLACED_SUFFIX)
+    aside = root / _LATEST_ASIDE
     sync_folder(incomplete)
-    if final.exists():
-        final.rename(replaced)
     try:
+        write_durably(aside, f"{final.name}\n".encode())
+        sync_folder(root)
+        if final.exists():
+            final.rename(replaced)
         incomplete.rename(final)
     except OSError:
         _tidy(root)
         raise
     sync_folder(root)
-    aside = root / _LATEST_ASIDE
-    write_durably(aside, f"{final.name}\n".encode())
-    aside.rename(root / LATEST_NAME)
+    try:
+        aside.rename(root / LATEST_NAME)
+    except OSError as error:
+        logger.warning("%s is published, but latest still names an earlier checkpoint: %s", final, error.strerror)
     sync_folder(root)
     if replaced.exists():
         shutil.rmtree(replaced)
@@ -298,7 +314,8 @@ def published_steps(root: Path) -> list[int]:
 def latest_step(root: Path) -> int | None:
     """Step to resume from: the one that ``latest`` names if it is there, else the highest published one.
 
-    Whoever wants to go back writes an older folder's name into ``latest``.
+    Whoever wants to go back writes an older folder's name into ``latest``. If a process was killed after it had
+    published a folder and before it could move ``latest``, that folder counts, unless ``latest`` was written since.
 
     Args:
         root: Folder of checkpoints; need not exist.
@@ -306,6 +323,8 @@ def latest_step(root: Path) -> int | None:
     Returns:
         The step, or ``None`` if there is no checkpoint.
     """
+    if (unnamed := _step_before_latest(root)) is not None:
+        return unnamed
     published = published_steps(root)
     named = named_step(root)
     if named in published:
@@ -315,7 +334,27 @@ def latest_step(root: Path) -> int | None:
 
 def named_step(root: Path) -> int | None:
     """Step of the folder that ``latest`` names; ``None`` if there is no such file or it holds something else."""
+    return _step_in(root / LATEST_NAME)
+
+
+def _step_in(path: Path) -> int | None:
     try:
-        return step_of((root / LATEST_NAME).read_text(errors="replace").strip())
+        return step_of(path.read_text(errors="replace").strip())
     except OSError:
         return None
+
+
+def _step_before_latest(root: Path) -> int | None:
+    """Step of a folder that was published, but not named in ``latest`` any more; ``None`` in the usual case."""
+    aside = root / _LATEST_ASIDE
+    step = _step_in(aside)
+    if step is None or step not in published_steps(root):
+        return None
+    final = step_folder(root, step)
+    if final.with_name(final.name + INCOMPLETE_SUFFIX).exists():
+        # Not published yet: the folder of that name belongs to a course that was given up.
+        return None
+    with contextlib.suppress(OSError):
+        if (root / LATEST_NAME).stat().st_mtime_ns > aside.stat().st_mtime_ns:
+            return None
+    return step

@@ -98,6 +98,16 @@ def test_what_a_kill_must_not_leave_is_found(tmp_path: Path) -> None:
     assert "damaged" in failure
 
 
+def test_a_published_checkpoint_that_would_not_be_resumed_from_is_found(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for step in (4, 8):
+        publish(root, step)
+    (root / "latest").write_text("step_00000004\n")
+    result = inspect(tmp_path, RESUMED, 4)
+    assert result.failures == ["step 8 is published, the next start would resume from step 4"]
+    assert result.published == 8
+
+
 def course(folder: Path, monkeypatch: pytest.MonkeyPatch, killed: list[float], whole: list[float], **more: Any) -> Any:
     def run_to_end(self: KillTrial, name: str, layout: Layout, saves: str, *more: str) -> dict[str, Any]:
         losses = killed if name == "run" else whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,111 @@ def test_what_was_killed_between_the_two_renames_is_put_back_at_the_next_start(t
     (tmp_path / "step_00000002").rename(tmp_path / "step_00000002.replaced.incomplete")
     files.check_writable(tmp_path)
     assert (tmp_path / "step_00000002/data").read_bytes() == b"old course"
+
+
+def at_rename(monkeypatch: pytest.MonkeyPatch, source: str, action: Exception) -> None:
+    """Let something happen instead of the rename of a file or folder."""
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == source:
+            raise action
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+
+class Killed(BaseException):
+    """Nothing of the process runs after it."""
+
+
+def kill_before_latest_moves(root: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        at_rename(patch, "latest.tmp", Killed())
+        with pytest.raises(Killed):
+            write(root, step)
+
+
+def test_a_full_disk_cannot_come_between_publishing_and_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written once a folder has its name."""
+    write(tmp_path, 1)
+    real = files.write_durably
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "latest.tmp":
+            path.write_bytes(b"")
+            raise OSError(28, "No space left on device", str(path))
+        real(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_durably", full)
+        with pytest.raises(OSError, match="No space left"):
+            write(tmp_path, 2)
+    assert files.published_steps(tmp_path) == [1]
+    assert files.latest_step(tmp_path) == 1
+    write(tmp_path, 2)
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
+
+
+def test_killed_between_publishing_and_latest_the_published_one_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    kill_before_latest_moves(tmp_path, 2, monkeypatch)
+    assert files.named_step(tmp_path) == 1
+    assert files.latest_step(tmp_path) == 2, "whoever only reads sees it, too"
+    files.check_writable(tmp_path)
+    assert (files.named_step(tmp_path), files.latest_step(tmp_path)) == (2, 2)
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_going_back_after_such_a_kill_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Also to the very checkpoint that ``latest`` named already."""
+    for earlier in (1, 2):
+        write(tmp_path, earlier)
+    kill_before_latest_moves(tmp_path, 3, monkeypatch)
+    later = (tmp_path / "latest.tmp").stat().st_mtime_ns + 1
+    (tmp_path / "latest").write_text(f"step_0000000{step}\n")
+    os.utime(tmp_path / "latest", ns=(later, later))
+    assert files.latest_step(tmp_path) == step
+    files.check_writable(tmp_path)
+    assert files.latest_step(tmp_path) == step
+
+
+def test_going_back_to_the_one_before_is_no_kill(tmp_path: Path) -> None:
+    go_back(tmp_path)
+    files.check_writable(tmp_path)
+    assert files.latest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("source", ["step_00000002", "step_00000002.incomplete"])
+def test_an_old_course_is_not_taken_for_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """``latest.tmp`` names the step before its folder is replaced."""
+    go_back(tmp_path)
+    with monkeypatch.context() as patch:
+        at_rename(patch, source, Killed())
+        patch.setattr(files, "_tidy", lambda root: None)
+        with pytest.raises(Killed):
+            write(tmp_path, 2, b"new course")
+    assert (tmp_path / "latest.tmp").read_text() == "step_00000002\n"
+    assert files.latest_step(tmp_path) == 1
+    files.check_writable(tmp_path)
+    assert files.latest_step(tmp_path) == 1
+    assert (tmp_path / "step_00000002/data").read_bytes() == b"old course"
+
+
+def test_what_is_published_counts_though_latest_cannot_be_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        at_rename(patch, "latest.tmp", PermissionError(13, "Permission denied"))
+        assert write(tmp_path, 2) == tmp_path / "step_00000002"
+    assert "latest still names an earlier checkpoint: Permission denied" in caplog.text
+    assert files.latest_step(tmp_path) == 2
 
 
 def test_stray_files_of_killed_processes_go(tmp_path: Path) -> None:

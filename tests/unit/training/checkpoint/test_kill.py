@@ -16,10 +16,10 @@ import torch
 from tests.support.toy_run import Run
 
 # In the order of a save: slices, the rank's note about them, facts, config, index, DCP's metadata, manifest, the
-# unpublished folder; after the rename the root; ``latest``; after its rename the root again. Then pruning.
-NUM_SYNCS = 11
-FIRST_SYNC_AFTER_RENAME = 9
-SYNC_AFTER_LATEST = 11
+# unpublished folder, ``latest.tmp``, the root; after the folder's rename the root; after that of ``latest`` the root
+# again. Then pruning.
+NUM_SYNCS = 12
+FIRST_SYNC_AFTER_RENAME = 11
 
 
 def save_and_stop(root: Path, stop_at: int, writer: Connection) -> None:
@@ -57,7 +57,7 @@ def start(root: Path, stop_at: int) -> tuple[multiprocessing.process.BaseProcess
     return process, reader.recv()
 
 
-@pytest.mark.parametrize("stop_at", [1, 3, 8, 9, 10, 11, NUM_SYNCS + 1])
+@pytest.mark.parametrize("stop_at", [1, 3, 8, 9, 10, 11, 12, NUM_SYNCS + 1])
 def test_f99_kill_9_while_saving(tmp_path: Path, stop_at: int) -> None:
     run = Run(tmp_path)
     saved = {}
@@ -73,7 +73,7 @@ def test_f99_kill_9_while_saving(tmp_path: Path, stop_at: int) -> None:
 
     survivor = Run(tmp_path, seed=8)
     latest = survivor.store.find_latest()
-    expected_step = 2 if stop_at >= SYNC_AFTER_LATEST else 1
+    expected_step = 2 if stop_at >= FIRST_SYNC_AFTER_RENAME else 1
     assert latest == tmp_path / f"step_{expected_step:08d}"
     assert (tmp_path / "step_00000002").exists() == (stop_at >= FIRST_SYNC_AFTER_RENAME)
     survivor.iteration = survivor.store.load(latest, survivor.state()).step
