@@ -63,7 +63,7 @@ def check_writable(root: Path) -> None:
         ConfigError: If that does not work.
     """
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         if (root / LATEST_NAME).is_dir():
             raise ConfigError(
                 flag_of("save"), root, f"{root / LATEST_NAME} is a folder, not a file", "remove that folder"
@@ -78,6 +78,14 @@ def check_writable(root: Path) -> None:
     except OSError as error:
         reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
         raise ConfigError(flag_of("save"), root, f"cannot be written: {reason}", "choose a writable folder") from error
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those that it stands in, unless they exist, and wait until their names are on the disk."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(created):
+        sync_folder(path.parent)
 
 
 def _tidy(root: Path) -> None:
@@ -234,7 +242,7 @@ def start_folder(root: Path, step: int) -> Path:
     Returns:
         The unpublished folder.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    make_folder(root)
     final = step_folder(root, step)
     incomplete = final.with_name(final.name + INCOMPLETE_SUFFIX)
     _tidy(root)

@@ -194,7 +194,7 @@ def write_new(
 
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        files.make_folder(folder)
         written, indexes = [], []
         for number, names in enumerate(shards_of(content.index, num_shards)):
             file, index = write_parts(folder / slice_file(number), parts(names))

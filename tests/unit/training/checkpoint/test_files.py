@@ -310,6 +310,18 @@ def test_check_writable(tmp_path: Path) -> None:
             files.check_writable(path)
 
 
+@pytest.mark.parametrize("make", [files.check_writable, lambda root: files.start_folder(root, 1), files.make_folder])
+def test_new_folders_are_durable(tmp_path: Path, make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is on the disk when the folder it stands in was synced."""
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "sync_folder", synced.append)
+    make(tmp_path / "a" / "b" / "c")
+    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    synced.clear()
+    files.make_folder(tmp_path / "a" / "b" / "c")
+    assert synced == []
+
+
 def test_check_writable_without_permission_or_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_path: Path, _data: bytes) -> None:
         raise OSError(28, "No space left on device")
