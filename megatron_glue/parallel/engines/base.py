@@ -82,7 +82,10 @@ class DataParallelEngine(ABC):
         return optimizer
 
     def after_load(self) -> None:
-        """A checkpoint was read into weights and moments: bring copies of them up to date. Collective."""
+        """A checkpoint was read into weights and moments: bring copies of them up to date.
+
+        Collective: what may fail on one rank alone goes through ``agreement.together`` before ranks meet.
+        """
         return
 
     def end_inference(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
+from megatron_glue.parallel.agreement import together
 from megatron_glue.parallel.engines.base import DataParallelEngine, fill_missing_gradients
 from megatron_glue.parallel.engines.deepspeed_config import FLAG, DeepSpeedRun, build_config
 from megatron_glue.parallel.engines.deepspeed_library import (
@@ -149,7 +150,8 @@ class DeepSpeedEngine(DataParallelEngine):
     def after_load(self) -> None:
         """Take over what a checkpoint was read into: counters, and master weights into those that the model reads."""
         if self._storage is not None:
-            self._optimizer.finish_load()
+            # Counters differ between ranks: one that refuses them must not leave the others in what follows.
+            together(self._optimizer.finish_load, self.mesh.world_group)
             self._storage.refresh_weights()
             self._storage.refresh_unrounded()
 

@@ -71,6 +71,15 @@ class Ranks:
         except PeerFailedError as error:
             raise CheckpointError(str(error)) from error
 
+    def together_in_collectives(self, work: Callable[[], None]) -> None:
+        """As :meth:`together`, for work with collectives in it that agrees before each of them whether all is well.
+
+        Args:
+            work: What one rank alone raises before a collective, it raises on all (``agreement.together``), so that no
+                rank waits in one for a peer that is here already. What one raises behind the last is shared here.
+        """
+        self.together(work)
+
     def on_first(self, work: Callable[[], T]) -> T | None:
         """Let the first rank do something; the others wait for it and get ``None``."""
         return self.together(lambda: work() if self.is_first else None)
@@ -85,6 +94,8 @@ class Ranks:
         """What a rank raises instead of an error, so that all ranks see the same kind and take the same way on."""
         if isinstance(error, CheckpointError | ConfigError):
             return error
+        if isinstance(error, PeerFailedError):
+            return CheckpointError(str(error))
         if isinstance(error, OSError):
             line = f"{error.filename or self.root}: {error.strerror or error}"
         else:

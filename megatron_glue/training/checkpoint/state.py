@@ -56,7 +56,8 @@ class TrainingState:
         counters: The caller's own facts, JSON values with string keys. Only written; a load returns them.
         data_position: Position in the data, JSON values, the same on all ranks. Only written; a load returns it.
         provenance: Field name -> where its value came from. Only written, and only for values that are no defaults.
-        after_load: Called on all ranks together once everything has been read (``DataParallelEngine.after_load``).
+        after_load: Called on all ranks together once everything has been read (``DataParallelEngine.after_load``). It
+            may contain collectives; what fails on one rank before the last of them, it raises on all.
     """
 
     model: nn.Module

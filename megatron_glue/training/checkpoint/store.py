@@ -116,7 +116,7 @@ class CheckpointStore:
         ranks.together(lambda: contents.check_same_tensors(index, wanted, path, known))
         generators = ranks.together(lambda: self._saved_generators(state, index))
         ranks.together(lambda: read_parts(path, index, wanted | generators))
-        ranks.together(state.after_load)
+        ranks.together_in_collectives(state.after_load)
         ranks.together(lambda: contents.restore_rng(generators, contents.device_of(state)))
         if state.optimizer is not None:
             state.optimizer.num_skipped_updates = facts["num_skipped_updates"]

@@ -11,6 +11,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from megatron_glue.config.errors import ConfigError
+from megatron_glue.parallel.agreement import PeerFailedError
 from megatron_glue.parallel.gather import gather_full_parameters
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import deepspeed as checkpoint_deepspeed
@@ -140,6 +141,22 @@ def test_experts_that_deepspeed_did_not_save_are_missed(tmp_path: Path) -> None:
     run_distributed(save_native, 2, str(tmp_path / "native"), 0, 2, False)
     with pytest.raises(CheckpointError):
         convert_deepspeed(tmp_path / "native", tmp_path / "ours", ToyRun().state())
+
+
+def refuse_counters_on_one_rank(rank: int, world_size: int) -> list[str]:
+    run = ToyRun("deepspeed", 1)
+    for name, _, state in run.optimizer.named_state():
+        state["step"].fill_(5.0 if rank == 1 and name == "embedding" else 6.0)
+    with pytest.raises(ValueError if rank == 1 else PeerFailedError) as error:
+        run.engine.after_load()
+    return [str(error.value)]
+
+
+def test_counters_that_one_rank_refuses_are_refused_by_all() -> None:
+    """The others must not wait for it in the collective that brings weights up to date."""
+    answers = run_distributed(refuse_counters_on_one_rank, 2)
+    assert answers[0] == answers[1]
+    assert "others of its group" in answers[0][0]
 
 
 def train_natively(rank: int, world_size: int, corpus: str, root: str) -> dict[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_glue.parallel.collectives import all_reduce_sum
 from megatron_glue.parallel.data_parallel import wrap_data_parallel
+from megatron_glue.parallel.engines.deepspeed import DeepSpeedEngine
 from megatron_glue.parallel.gather import gather_full_parameters
 from megatron_glue.parallel.grad_norm import global_grad_norm
 from megatron_glue.parallel.mesh import ParallelMesh
@@ -258,6 +262,33 @@ def test_an_unexpected_error_on_one_rank_stops_all_alike(tmp_path: Path, station
     assert answers[0] == answers[1]
     assert len(answers[0]) == num_failures
     assert all("ValueError: broken" in line for line in answers[0])
+
+
+def load_and_fail_after(rank: int, world_size: int, root: str, where: str) -> list[str]:
+    """The DeepSpeed engine's part after reading, around stand-ins: counters, a collective, and what comes behind it."""
+    run = Run(root, "ddp", 1)
+    run.store.save(1, run.state())
+
+    def fail(at: str) -> None:
+        if rank == 1 and where == at:
+            raise ValueError("uneven counters")
+
+    engine: Any = object.__new__(DeepSpeedEngine)
+    engine.mesh = run.mesh
+    engine._optimizer = SimpleNamespace(finish_load=lambda: fail("before"))
+    engine._storage = SimpleNamespace(
+        refresh_weights=lambda: all_reduce_sum(torch.ones(1000), run.mesh.world_group),
+        refresh_unrounded=lambda: fail("behind"),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        run.store.load(run.store.path_of(1), replace(run.state(), after_load=engine.after_load))
+    return [str(caught.value)]
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_what_fails_on_one_rank_after_reading_fails_on_all(tmp_path: Path, where: str) -> None:
+    answers = run_distributed(load_and_fail_after, 2, str(tmp_path), where)
+    assert all("uneven counters" in answer[0] for answer in answers)
 
 
 def load_damaged(rank: int, world_size: int, root: str) -> list[str]:
