@@ -76,12 +76,12 @@ def compare(reports: Sequence[Mapping[str, Any]], reference: Mapping[str, Any]) 
         *_scalars("aux loss", first, reference, "aux_losses"),
         *_scalars("z loss", first, reference, "z_losses"),
     ]
-    differences += _tensors("gradient of", first["gradients"], reference["gradients"])
-    differences += _tensors("aux-only gradient of", first["aux_gradients"], reference["aux_gradients"])
-    differences += _tensors("z-only gradient of", first["z_gradients"], reference["z_gradients"])
-    differences += _tensors("weight", first["weights"], reference["weights"])
+    differences += tensor_differences("gradient of", first["gradients"], reference["gradients"])
+    differences += tensor_differences("aux-only gradient of", first["aux_gradients"], reference["aux_gradients"])
+    differences += tensor_differences("z-only gradient of", first["z_gradients"], reference["z_gradients"])
+    differences += tensor_differences("weight", first["weights"], reference["weights"])
     biases = {name: bias for report in reports for name, bias in report["router_biases"].items()}
-    differences += _tensors("bias", biases, reference["router_biases"])
+    differences += tensor_differences("bias", biases, reference["router_biases"])
     moved = _moved_share(first["expert_counts"], reference["expert_counts"])
     differences.append(Difference("tokens per expert", moved))
     disagreements = [*_empty_proofs(reference), *_replica_disagreements(reports)]
@@ -110,16 +110,23 @@ def relative_difference(actual: Tensor, expected: Tensor, floor: float = 0.0) ->
     return value if math.isfinite(value) else math.inf
 
 
-def noise_floor(tensors: Iterable[Tensor]) -> float:
-    """The least denominator of relative differences among tensors of one kind: see the top of this file.
+def tensor_differences(what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[Difference]:
+    """Compare tensors of one kind, each by itself; the noise floor comes from the largest expected one.
 
     Args:
-        tensors: The expected ones.
+        what: Their kind, which stands before each name.
+        actual: By name.
+        expected: By name.
 
-    Returns:
-        ``NOISE_FLOOR`` of the largest norm; 0 without tensors.
+    Yields:
+        A difference for every name; infinite for one that only one side has.
     """
-    return NOISE_FLOOR * max((tensor.double().norm().item() for tensor in tensors), default=0.0)
+    floor = NOISE_FLOOR * max((tensor.double().norm().item() for tensor in expected.values()), default=0.0)
+    for name in sorted(actual.keys() | expected.keys()):
+        if name not in actual or name not in expected:
+            yield Difference(f"{what} {name} ({'missing' if name in expected else 'unexpected'})", math.inf)
+        else:
+            yield Difference(f"{what} {name}", relative_difference(actual[name], expected[name], floor))
 
 
 def _moved_share(actual: Tensor, expected: Tensor) -> float:
@@ -136,15 +143,6 @@ def _scalars(what: str, first: Mapping[str, Any], reference: Mapping[str, Any], 
         return
     for step in range(len(expected)):
         yield Difference(f"{what} of step {step}", relative_difference(actual[step], expected[step]))
-
-
-def _tensors(what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[Difference]:
-    floor = noise_floor(expected.values())
-    for name in sorted(actual.keys() | expected.keys()):
-        if name not in actual or name not in expected:
-            yield Difference(f"{what} {name} ({'missing' if name in expected else 'unexpected'})", math.inf)
-        else:
-            yield Difference(f"{what} {name}", relative_difference(actual[name], expected[name], floor))
 
 
 def _empty_proofs(reference: Mapping[str, Any]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ layouts:
 """
 
 
-def check(tmp_path: Path, *flags: str) -> tuple[Outcome, list[dict[str, object]]]:
+def check(tmp_path: Path, *flags: str) -> tuple[Outcome, list[dict[str, Any]]]:
     (tmp_path / "layouts.yaml").write_text(LAYOUTS)
     command = ["tools/resume_check.py", "--layouts", "layouts.yaml", "--steps", "3", "--json", "r.json", *flags]
     outcome = run(command, tmp_path)
@@ -42,20 +43,23 @@ def test_f94_f98_stopped_runs_go_on_bit_for_bit(tmp_path: Path) -> None:
     for case in cases:
         assert case["status"] == "ok"
         assert case["must_be_bit_equal"]
-        assert case["loss_difference"] == case["tensor_difference"] == 0.0
+        assert all(worst["largest"] == 0.0 for worst in case["differences"].values())
 
 
 def test_a_change_of_layout_goes_on_to_rounding(tmp_path: Path) -> None:
     outcome, (case,) = check(tmp_path, "--before", "one", "--after", "two", "--saves", "async")
     assert outcome.code == 0, outcome.stdout + outcome.stderr
     assert not case["must_be_bit_equal"]
+    kinds = {"losses", "grad_norms", "weights", "exp_avg", "exp_avg_sq", "counters"}
+    assert case["differences"].keys() == kinds
+    assert 0.0 < case["differences"]["exp_avg_sq"]["largest"] < 1e-5
 
 
 def test_another_run_after_the_stop_is_found_out(tmp_path: Path) -> None:
     outcome, (case,) = check(tmp_path, "--before", "one", "--after", "another rate", "--saves", "sync")
     assert outcome.code == 1
     assert case["status"] == "failed"
-    assert "tensors differ" in str(case["failures"])
+    assert "weights differ" in str(case["failures"])
     assert "1 failed" in outcome.stdout
 
 

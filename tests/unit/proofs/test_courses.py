@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_glue.proofs.courses import Case, Course, Stage, judge
+from megatron_glue.proofs.courses import TOLERANCES, Case, Course, Stage, judge
 from megatron_glue.proofs.layouts import Layout
 
 NUM_PACKS = 6
@@ -21,7 +21,15 @@ def straight() -> Course:
     """Three steps of two packs."""
     packs = {step: [2 * step, 2 * step + 1] for step in range(3)}
     batches = {(step, micro): [f"pack {pack}"] for step, ids in packs.items() for micro, pack in enumerate(ids)}
-    tensors = {"w": torch.linspace(1, 2, 8), "step": torch.tensor(3)}
+    tensors = {
+        "model.w": torch.linspace(1, 2, 8),
+        "model.small": torch.linspace(1, 2, 8) * 1e-2,
+        "model.null": torch.full((8,), 1e-9),
+        "optimizer.w.exp_avg": torch.linspace(1, 2, 8) * 1e-4,
+        "optimizer.w.exp_avg_sq": torch.linspace(1, 2, 8) * 1e-8,
+        "optimizer.w.step": torch.tensor(3.0),
+        "rng.cpu.00000": torch.tensor([1, 2], dtype=torch.uint8),
+    }
     return Course([3.0, 2.0, 1.0], [1.0, 1.0, 1.0], batches, packs, tensors)
 
 
@@ -29,7 +37,8 @@ def test_equal_courses_pass() -> None:
     for case in (SAME, CHANGED):
         verdict = judge(case, straight(), straight(), NUM_PACKS)
         assert verdict.failures == []
-        assert (verdict.loss_difference, verdict.weight_difference) == (0.0, 0.0)
+        assert verdict.differences.keys() == TOLERANCES.keys()
+        assert all(difference.value == 0.0 for difference in verdict.differences.values())
 
 
 def test_a_course_that_goes_back_is_held_to_the_steps_it_made() -> None:
@@ -65,9 +74,11 @@ def tamper(name: str, key: Any, value: Any) -> Callable[[Course], None]:
         (tamper("losses", 2, 1.00001), "losses differ"),
         (tamper("losses", 2, float("nan")), "losses differ"),
         (lambda course: course.losses.pop(), "losses differ"),
-        (tamper("tensors", "w", torch.linspace(1, 2.001, 8)), "tensors differ"),
+        (tamper("grad_norms", 0, 1.0001), "grad_norms differ"),
+        (lambda course: course.grad_norms.pop(), "grad_norms differ"),
+        (tamper("tensors", "model.w", torch.linspace(1, 2.001, 8)), "differ"),
     ],
-    ids=["F94", "F98", "loss", "NaN", "fewer", "weights"],
+    ids=["F94", "F98", "loss", "NaN", "fewer", "norm", "fewer norms", "weights"],
 )
 def test_what_is_wrong_is_found(case: Case, change: Callable[[Course], Any], complaint: str) -> None:
     course = copy.deepcopy(straight())
@@ -81,17 +92,63 @@ def test_what_is_wrong_is_found(case: Case, change: Callable[[Course], Any], com
     [
         (tamper("losses", 1, 2.0 + 1e-12), "losses differ from step 1 on"),
         (tamper("grad_norms", 0, 1.0 + 1e-12), "grad_norms differ from step 0 on"),
-        (tamper("tensors", "w", torch.linspace(1, 2, 8) + 1e-7), "1 of 2 saved tensors differ, e.g. w"),
-        (tamper("tensors", "step", torch.tensor(4)), "1 of 2 saved tensors differ, e.g. step"),
-        (tamper("tensors", "more", torch.tensor(4)), "1 of 3 saved tensors differ, e.g. more"),
+        (tamper("tensors", "model.w", torch.linspace(1, 2, 8) + 1e-7), "1 of 7 saved tensors differ, e.g. model.w"),
+        (tamper("tensors", "model.null", torch.zeros(8)), "1 of 7 saved tensors differ, e.g. model.null"),
+        (tamper("tensors", "rng.cpu.00000", torch.tensor(4)), "1 of 7 saved tensors differ, e.g. rng.cpu.00000"),
+        (tamper("tensors", "rng.cpu.00001", torch.tensor(4)), "1 of 8 saved tensors differ, e.g. rng.cpu.00001"),
         (tamper("batches", (2, 0), ["pack 4, cut elsewhere"]), "micro-batches are not those"),
     ],
-    ids=["loss", "norm", "weights", "integer", "one more", "batch"],
+    ids=["loss", "norm", "weights", "zeros", "generator", "one more", "batch"],
 )
 def test_one_layout_must_be_equal_to_the_last_bit(change: Callable[[Course], None], complaint: str) -> None:
     course = copy.deepcopy(straight())
     change(course)
     assert any(complaint in failure for failure in judge(SAME, course, straight(), NUM_PACKS).failures)
+    assert judge(CHANGED, course, straight(), NUM_PACKS).failures == []
+
+
+def without(name: str) -> Callable[[Course], None]:
+    def change(course: Course) -> None:
+        del course.tensors[name]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (tamper("tensors", "model.small", torch.linspace(1, 2.001, 8) * 1e-2), "weights differ by"),
+        (tamper("tensors", "optimizer.w.exp_avg", torch.linspace(1, 2.001, 8) * 1e-4), "exp_avg differ by"),
+        (tamper("tensors", "optimizer.w.exp_avg_sq", torch.zeros(8)), "exp_avg_sq differ by 1.0e+00"),
+        (tamper("tensors", "optimizer.w.step", torch.tensor(3.000001)), "counters differ by"),
+        (tamper("tensors", "optimizer.w.more", torch.ones(2)), "more differ by inf"),
+        (without("optimizer.w.exp_avg"), "in tensor optimizer.w.exp_avg (missing)"),
+        (without("optimizer.w.step"), "in tensor optimizer.w.step (missing)"),
+        (without("model.small"), "in tensor model.small (missing)"),
+    ],
+    ids=["small", "exp_avg", "exp_avg_sq", "step", "one more", "no exp_avg", "no step", "no weight"],
+)
+def test_every_tensor_counts_when_layouts_change(change: Callable[[Course], None], complaint: str) -> None:
+    """One norm over all of them is the norm of the step counters, beside which all others are nothing."""
+    course = copy.deepcopy(straight())
+    change(course)
+    failures = judge(CHANGED, course, straight(), NUM_PACKS).failures
+    assert len(failures) == 1
+    assert complaint in failures[0]
+
+
+def test_wrong_tensors_of_a_kind_are_counted() -> None:
+    course = straight()
+    course.tensors["model.w"] *= 1.001
+    course.tensors["model.small"] *= 1.002
+    (failure,) = judge(CHANGED, course, straight(), NUM_PACKS).failures
+    assert failure == "weights differ by 2.0e-03, allowed 1e-05, in tensor model.small and in 1 others"
+
+
+def test_generators_belong_to_ranks_and_need_not_be_those_of_another_layout() -> None:
+    course = straight()
+    del course.tensors["rng.cpu.00000"]
+    course.tensors["rng.cpu.00001"] = torch.zeros(2, dtype=torch.uint8)
     assert judge(CHANGED, course, straight(), NUM_PACKS).failures == []
 
 
