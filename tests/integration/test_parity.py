@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_glue.config.loading import resolve_config
+from megatron_glue.config.sections import RunConfig
+from megatron_glue.config.validation import validate
+from megatron_glue.proofs.layouts import read_layouts
 from tests.support.commands import Outcome, run
-from tools.parity import main
+from tools.parity import DEFAULT_LAYOUTS, SWITCH_FLAGS, main
 
 BASE = """
 base: >-
@@ -96,6 +100,17 @@ def test_wrong_use_is_one_line(
     assert line.startswith("error: ")
     assert named in line
     assert not result.exists()
+
+
+def test_every_row_of_the_list_can_run(tmp_path: Path) -> None:
+    """A row that validation refuses would be found out only by the run of the whole list."""
+    layouts = read_layouts(DEFAULT_LAYOUTS)
+    for layout in layouts.layouts:
+        for model in layout.models:
+            for switches in SWITCH_FLAGS if layout.optimisations == "both" else (layout.optimisations,):
+                words = [*layouts.flags_of(model), *SWITCH_FLAGS[switches], *layout.flags]
+                words += ["--data-path", str(tmp_path), "--device", "cpu", "--precision", "fp32"]
+                validate(resolve_config(words, {}, RunConfig(), layout.name).config, layout.world_size)
 
 
 def test_help_shows_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
