@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_glue.proofs.local_jobs import wait_until
 from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from megatron_glue.training.checkpoint.saving import RunSaver
 from tests.distributed.training.checkpoint.test_store import CPU, Run, assert_equal
@@ -28,12 +29,17 @@ def saver_of(run: Run) -> tuple[RunSaver, list[str]]:
     return saver, said
 
 
-def slow_down(rank: int, slow_rank: int) -> threading.Event:
-    """Make one rank's writer of slices slow; the event tells that this rank's slices are written."""
+def slow_down(rank: int, slow_rank: int, seen: Path) -> threading.Event:
+    """Make one rank's writer of slices slow: it waits for a file, and then some more.
+
+    Returns:
+        The event that tells that this rank's slices are written.
+    """
     real, written = checkpoint_tensors.write_parts, threading.Event()
 
     def write(path: Path, parts: object) -> object:
         if rank == slow_rank:
+            assert wait_until(seen.exists, 50)
             time.sleep(SLOW_S)
         result = real(path, parts)
         written.set()
@@ -45,7 +51,8 @@ def slow_down(rank: int, slow_rank: int) -> threading.Event:
 
 def train_while_saving(rank: int, world_size: int, root: str, engine_name: str, ep_size: int) -> list[float]:
     """Training's collectives and the save's run at the same time, each on its own group."""
-    written = slow_down(rank, slow_rank=1)
+    seen = Path(root) / "seen"
+    written = slow_down(rank, slow_rank=1, seen=seen)
     run = Run(root, engine_name, ep_size)
     saver, said = saver_of(run)
     run.train(2)
@@ -57,10 +64,11 @@ def train_while_saving(rank: int, world_size: int, root: str, engine_name: str, 
         dist.all_reduce(total)
         assert total.item() == world_size * step + sum(range(world_size))
     if rank == 0:
-        assert written.wait(5)
+        assert written.wait(50)
         # F99: rank 0's slices are on the disk, rank 1 still writes.
         assert not (Path(root) / "step_00000002").exists()
         assert not (Path(root) / "latest").exists()
+        seen.touch()
     saver.save(4, run.state)
     saver.finish()
     assert (saver.num_saved, saver.num_failed) == (2, 0)
