@@ -93,31 +93,33 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     with distributed_session(environment, timeout, device):
         mesh = ParallelMesh.build(config.parallel, device.type, config.model.num_kv_heads)
-        folder = _run_folder(config, mesh)
-        store = CheckpointStore(folder, config.training.keep_last, mesh)
-        store.prepare()
-        together(lambda: _check_summary_path(config, mesh), mesh.world_group)
-        source = find_source(store, config.training.load)
-        saver = _build_saver(config, store, device)
-        session = _build_or_clean_up(config, mesh, device, folder)
-        session.provenance = resolved.provenance
+        store = CheckpointStore(_run_folder(config, mesh), config.training.keep_last, mesh)
         try:
-            start = _resume(session, store, source)
-            if _has_ended(session, source) and start is not None and _is_all_done(session, start.path):
-                return 0
-            monitor = _open(session, start, resolved, warnings)
-            saver.say = monitor.say
-            if watch is not None:
-                watch(session)
+            store.claim()
+            together(lambda: _check_summary_path(config, mesh), mesh.world_group)
+            source = find_source(store, config.training.load)
+            saver = _build_saver(config, store, device)
+            session = _build_or_clean_up(config, store, mesh, device)
+            session.provenance = resolved.provenance
             try:
-                heldout_loss = train(Run(session, saver, monitor))
+                start = _resume(session, store, source)
+                if _has_ended(session, source) and start is not None and _is_all_done(session, start.path):
+                    return 0
+                monitor = _open(session, start, resolved, warnings)
+                saver.say = monitor.say
+                if watch is not None:
+                    watch(session)
+                try:
+                    heldout_loss = train(Run(session, saver, monitor))
+                finally:
+                    monitor.close()
+                _close(session, saver, heldout_loss)
+                return _report_last_save(saver, environment)
             finally:
-                monitor.close()
-            _close(session, saver, heldout_loss)
-            return _report_last_save(saver, environment)
+                saver.close()
+                session.close()
         finally:
-            saver.close()
-            session.close()
+            store.release()
 
 
 def _build_saver(config: RunConfig, store: CheckpointStore, device: torch.device) -> RunSaver:
@@ -205,14 +207,15 @@ def _opening(session: Session, resolved: ResolvedConfig) -> str:
     )
 
 
-def _build_or_clean_up(config: RunConfig, mesh: ParallelMesh, device: torch.device, folder: Path) -> Session:
+def _build_or_clean_up(config: RunConfig, store: CheckpointStore, mesh: ParallelMesh, device: torch.device) -> Session:
     """Build the session; a start that is refused leaves no empty folder behind."""
     try:
-        return build_session(config, mesh, device, _offload_dir(config, folder))
+        return build_session(config, mesh, device, _offload_dir(config, store.root))
     except Exception:
+        store.release()
         if mesh.rank == 0:
             with suppress(OSError):
-                folder.rmdir()
+                store.root.rmdir()
         raise
 
 

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,20 @@ def step_of(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def check_writable(root: Path) -> None:
+def check_writable(root: Path, claim: Callable[[], None] = lambda: None) -> None:
     """Create the folder and write a few bytes there, so that a run fails at its start and not at its first save.
 
     Args:
         root: Folder of checkpoints.
+        claim: Called when the folder is there, and before anything in it is touched; an ``OSError`` of its is told like
+            any other.
 
     Raises:
         ConfigError: If that does not work.
     """
     try:
         make_folder(root)
+        claim()
         if (root / LATEST_NAME).is_dir():
             raise ConfigError(
                 flag_of("save"), root, f"{root / LATEST_NAME} is a folder, not a file", "remove that folder"

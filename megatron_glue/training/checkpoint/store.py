@@ -10,11 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_glue.config.errors import ConfigError
+from megatron_glue.config.fields import flag_of
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import files as files
 from megatron_glue.training.checkpoint import state as contents
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.index import SavedTensor, check_experts, check_files, read_index
+from megatron_glue.training.checkpoint.lock import FolderLock, FolderTakenError
 from megatron_glue.training.checkpoint.parts import GlobalTensor
 from megatron_glue.training.checkpoint.ranks import Ranks
 from megatron_glue.training.checkpoint.state import LoadedCheckpoint, TrainingState
@@ -44,6 +47,7 @@ class CheckpointStore:
         self.step_on_disk: int | None = None
         self._keep_last = keep_last
         self._mesh = mesh
+        self._lock = FolderLock(self.root)
 
     def prepare(self) -> None:
         """Create the folder and try to write there, before the run computes anything.
@@ -53,6 +57,29 @@ class CheckpointStore:
             CheckpointError: On the others then.
         """
         self.ranks.on_first(lambda: files.check_writable(self.root))
+
+    def claim(self) -> None:
+        """As :meth:`prepare`, and keep every other run out of the folder until :meth:`release` or the process' end.
+
+        Raises:
+            ConfigError: On all ranks, if another run writes there; else as in :meth:`prepare`.
+        """
+
+        def is_taken() -> int:
+            try:
+                files.check_writable(self.root, self._lock.acquire)
+            except FolderTakenError:
+                return 1
+            return 0
+
+        if self.ranks.ask_first(is_taken):
+            raise ConfigError(
+                flag_of("save"), self.root, "another run writes into it", "wait for its end, or choose another folder"
+            )
+
+    def release(self) -> None:
+        """Let other runs write into the folder; no collective, so that a rank may do so however it leaves."""
+        self._lock.release()
 
     def find_latest(self) -> Path | None:
         """The checkpoint to resume from; ``None`` if there is none. The first rank looks, all get its answer."""
