@@ -111,7 +111,8 @@ def layer_problems(config: RunConfig) -> Iterator[ConfigError]:
             flag_of("num_layers_per_virtual_pipeline_stage"),
             per_virtual,
             f"leaves each of the {num_ranks} pipeline ranks with one stage of --num-layers {num_layers}",
-            "use fewer layers per virtual stage, or leave it unset",
+            "use more --num-layers"
+            + (" or fewer layers per virtual stage" if per_virtual > 1 else ", or leave it unset"),
         )
         return
     num_rest = num_stages - len(ends)

@@ -72,13 +72,15 @@ def train(run: Run) -> float:
     training = config.training
     timer = StepTimer(session.device)
     heldout_loss: float | None = None
+    first, num_checks = session.iteration + 1, 0
     if training.check_ranks:
         check_weights(session)
+        num_checks += 1
     while session.iteration < training.train_iters:
         timer.start()
         result = train_step(session)
         iteration = session.iteration
-        is_logging = iteration % config.logging.log_interval == 0 or iteration in (1, training.train_iters)
+        is_logging = iteration % config.logging.log_interval == 0 or iteration in (first, training.train_iters)
         is_pausing = is_logging or any(
             _is_due(iteration, interval)
             for interval in (training.eval_interval, training.save_interval, training.exit_interval)
@@ -93,6 +95,7 @@ def train(run: Run) -> float:
             _log(run, result.lr)
             if training.check_ranks:
                 check_weights(session)
+                num_checks += 1
         heldout_loss = None
         if _is_due(iteration, training.eval_interval):
             heldout_loss = run.evaluate()
@@ -101,6 +104,9 @@ def train(run: Run) -> float:
             break
         if _is_due(iteration, training.save_interval):
             run.save()
+    if training.check_ranks:
+        num_steps = session.iteration - first + 1
+        run.monitor.say(f"--check-ranks: agreed {num_checks} times on weights, in {num_steps} steps on micro-batches")
     run.save()
     loss = run.evaluate() if heldout_loss is None else heldout_loss
     run.saver.finish()

@@ -116,12 +116,11 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{builds_per_batch:.1f} builds ({summary['metadata_builds']} builds, {summary['metadata_built_ahead']} of "
             f"them ahead, {summary['metadata_reuses']} reuses, {summary['host_reads']} host reads)",
         ),
-        ("activations offloaded", _mib(summary["offloaded_bytes"])),
-        (
-            "waiting for reloads",
-            f"{summary['reload_wait_ms']:,.1f} ms (overlap {_share(summary['overlap_efficiency'])})",
-        ),
     ]
+    if summary["offloaded_bytes"]:
+        rows.append(("activations offloaded", _mib(summary["offloaded_bytes"])))
+        waited = f"{summary['reload_wait_ms']:,.1f} ms (overlap {_share(summary['overlap_efficiency'])})"
+        rows.append(("waiting for reloads", waited))
     load = summary["expert_load"]
     if load is not None:
         rows.append(("expert load, min / mean / max", f"{load['min']:.2f} / {load['mean']:.2f} / {load['max']:.2f}"))

@@ -74,6 +74,7 @@ def test_a_pipeline_trains_as_one_process_does(corpus: str, uninterrupted: dict[
     )
     assert "pipeline: 1f1b, 2 stages on 2 ranks, layers 2 + 1, 4 micro-batches per step" in outcome.stdout
     assert "sample continuation" in outcome.stdout
+    assert "--check-ranks: agreed 4 times on weights, in 4 steps on micro-batches" in outcome.stdout
     piped, losses = summary(tmp_path / "s.json"), uninterrupted["losses"]
     assert isinstance(losses, list)
     assert piped["losses"] == pytest.approx(losses[:4], rel=1e-5)

@@ -181,7 +181,7 @@ def test_settings_without_effect_are_warned_about() -> None:
     config = from_dict(
         {"parallel": {"num_layers_per_virtual_pipeline_stage": 1, "pipeline_schedule": "zb", "cp_comm_type": "p2p"}}
     )
-    warnings = list(layout_warnings(config))
+    warnings = list(layout_warnings(config, 1))
     assert [warning.split(":")[0] for warning in warnings] == [
         "--num-layers-per-virtual-pipeline-stage",
         "--pipeline-schedule",

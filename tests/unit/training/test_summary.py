@@ -55,6 +55,9 @@ def test_dense_model_without_offload() -> None:
     text = shown({**SUMMARY, "expert_load": None, "overlap_efficiency": None, "checkpoint": None})
     assert "expert load" not in text
     assert "not measured" in text
+    without = shown({**SUMMARY, "offloaded_bytes": 0})
+    assert "offloaded" not in without
+    assert "reloads" not in without
 
 
 def test_a_run_without_steps_is_no_crash() -> None:
