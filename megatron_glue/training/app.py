@@ -183,9 +183,9 @@ def _open(session: Session, start: Start | None, resolved: ResolvedConfig, warni
         monitor.say(f"warning: {warning}")
     monitor.say(_opening(session, resolved))
     if start is not None:
-        monitor.say(f"resuming from {start.path} at iteration {session.iteration}")
-        for note in start.notes:
-            monitor.say(note)
+        resuming = f"resuming from {start.path} at iteration {session.iteration}"
+        for line in (*start.warnings, resuming, *start.notes):
+            monitor.say(line)
     return monitor
 
 

@@ -88,3 +88,16 @@ def test_a_start_that_is_refused_leaves_no_folder(folder: Path) -> None:
     (end,) = run_job([*FLAGS, "--data-path", "nothing.jsonl"], folder, 1)
     assert end.code == 2, end
     assert not (folder / "run").exists()
+
+
+def test_why_a_run_falls_back_comes_first_and_the_damaged_step_does_not_count(folder: Path) -> None:
+    (end,) = run_job([*FLAGS, "--train-iters", "6"], folder, 1)
+    assert end.code == 0, end
+    shard = folder / "run/step_00000006/__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    more = ["--train-iters", "8", "--save-interval", "7", "--keep-last", "2", "--load-fallback"]
+    (end,) = run_job([*FLAGS, *more], folder, 1)
+    assert end.code == 0, end
+    lines = [line.split(" ")[0] for line in end.out.splitlines() if "run/step_00000004" in line]
+    assert lines[:2] == ["warning:", "resuming"]
+    assert [name for name in names(folder) if name.startswith("step_")] == [f"step_0000000{step}" for step in (6, 7, 8)]

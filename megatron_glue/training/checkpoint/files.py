@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ INCOMPLETE_SUFFIX = ".incomplete"
 _REPLACED_SUFFIX = ".replaced" + INCOMPLETE_SUFFIX
 _PROBE_PREFIX = ".write_probe_"
 _LATEST_ASIDE = f"{LATEST_NAME}.tmp"
-_STEP_NAME = re.compile(r"step_(\d{8,})")
+_STEP_NAME = re.compile(r"step_([0-9]{8,19})")
+_STEPS_END = 1 << 62
 _READ_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,13 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def step_of(name: str) -> int | None:
-    """Step of a checkpoint folder's name; ``None`` for any other name, unpublished folders included."""
+    """Step of a checkpoint folder's name; ``None`` for any other name, unpublished folders included.
+
+    Only the name that :func:`step_folder` gives counts: a step has one folder, and fits into what ranks exchange.
+    """
     match = _STEP_NAME.fullmatch(name)
-    return int(match.group(1)) if match else None
+    step = int(match.group(1)) if match else _STEPS_END
+    return step if step < _STEPS_END and step_folder(Path(), step).name == name else None
 
 
 def check_writable(root: Path, claim: Callable[[], None] = lambda: None) -> None:
@@ -100,8 +105,16 @@ def _tidy(root: Path) -> None:
             stray.unlink(missing_ok=True)
     for replaced in root.glob(f"step_*{_REPLACED_SUFFIX}"):
         final = replaced.with_name(replaced.name.removesuffix(_REPLACED_SUFFIX))
-        if not final.exists():
+        if not os.path.lexists(final):
             replaced.rename(final)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, or a file, or a link, but never what a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -250,7 +263,7 @@ def start_folder(root: Path, step: int) -> Path:
     incomplete = final.with_name(final.name + INCOMPLETE_SUFFIX)
     _tidy(root)
     for leftover in root.glob(f"step_*{INCOMPLETE_SUFFIX}"):
-        shutil.rmtree(leftover)
+        remove(leftover)
     incomplete.mkdir()
     return incomplete
 
@@ -280,7 +293,7 @@ def publish(incomplete: Path) -> Path:
     try:
         write_durably(aside, f"{final.name}\n".encode())
         sync_folder(root)
-        if final.exists():
+        if os.path.lexists(final):
             final.rename(replaced)
         incomplete.rename(final)
     except OSError:
@@ -292,26 +305,27 @@ def publish(incomplete: Path) -> Path:
     except OSError as error:
         logger.warning("%s is published, but latest still names an earlier checkpoint: %s", final, error.strerror)
     sync_folder(root)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    remove(replaced)
     return final
 
 
-def prune(root: Path, keep_last: int, newest_step: int) -> None:
+def prune(root: Path, keep_last: int, newest_step: int, unreadable: Collection[int] = ()) -> None:
     """Remove old checkpoints. Those of later steps stay: somebody went back on purpose and may want them.
 
     Args:
         root: Folder of checkpoints.
         keep_last: Checkpoints to keep, at least 1.
         newest_step: The one published last; it counts as the first of those to keep.
+        unreadable: Steps known to be damaged. They stay, for whoever wants to look, and do not count: a good one that
+            had to go for a damaged one would be missed.
     """
-    steps = sorted(step for step in published_steps(root) if step <= newest_step)
+    steps = sorted(step for step in published_steps(root) if step <= newest_step and step not in unreadable)
     for step in steps[:-keep_last]:
         folder = step_folder(root, step)
         # Renamed first: a half-removed folder must not look like a checkpoint.
         doomed = folder.with_name(folder.name + INCOMPLETE_SUFFIX)
         folder.rename(doomed)
-        shutil.rmtree(doomed)
+        remove(doomed)
 
 
 def published_steps(root: Path) -> list[int]:

@@ -48,11 +48,13 @@ class Start:
     Attributes:
         loaded: Its facts.
         path: Its folder.
-        notes: Lines for the user.
+        warnings: Lines that say why it is this one, to be shown before it is named.
+        notes: Lines that say what follows from it.
     """
 
     loaded: LoadedCheckpoint
     path: Path
+    warnings: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -121,7 +123,12 @@ def load_source(store: CheckpointStore, source: Source, state: TrainingState, *,
         except CheckpointError as error:
             failures.append((path, error))
             continue
-        return Start(loaded, path, _notes(store, source, path, failures, changed_settings(loaded, state.config)))
+        if source.is_own:
+            store.unreadable_steps.update(
+                step for failed, _ in failures if (step := files.step_of(failed.name)) is not None
+            )
+        notes = _notes(store, source, path, changed_settings(loaded, state.config))
+        return Start(loaded, path, _warnings(path, failures), notes)
     error = failures[0][1]
     if len(failures) > 1:
         raise CheckpointError(f"{error}; none of the {len(failures) - 1} checkpoints before it can be read either")
@@ -130,17 +137,15 @@ def load_source(store: CheckpointStore, source: Source, state: TrainingState, *,
     raise error
 
 
-def _notes(
-    store: CheckpointStore,
-    source: Source,
-    path: Path,
-    failures: list[tuple[Path, CheckpointError]],
-    changes: list[str],
-) -> tuple[str, ...]:
+def _warnings(path: Path, failures: list[tuple[Path, CheckpointError]]) -> tuple[str, ...]:
+    if not failures:
+        return ()
+    bad = ", ".join(str(failed) for failed, _ in failures)
+    return (f"warning: {bad} cannot be read ({failures[0][1]}); falling back to {path}",)
+
+
+def _notes(store: CheckpointStore, source: Source, path: Path, changes: list[str]) -> tuple[str, ...]:
     notes = []
-    if failures:
-        bad = ", ".join(str(failed) for failed, _ in failures)
-        notes.append(f"warning: {bad} cannot be read ({failures[0][1]}); falling back to {path}")
     if not source.is_own:
         notes.append(f"new checkpoints go to {store.root}; {path} ({flag_of('load')}) stays as it is")
     if changes:

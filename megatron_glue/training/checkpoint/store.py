@@ -39,12 +39,14 @@ class CheckpointStore:
         root: The folder.
         ranks: The ranks, as the training thread knows them.
         step_on_disk: Step that this process has saved or loaded last and that nothing has to be written for.
+        unreadable_steps: Steps of this folder that this process found to be damaged, and has not written anew.
     """
 
     def __init__(self, root: str | Path, keep_last: int, mesh: ParallelMesh) -> None:
         self.root = Path(root)
         self.ranks = Ranks(mesh.rank, mesh.world_size, mesh.world_group, self.root)
         self.step_on_disk: int | None = None
+        self.unreadable_steps: set[int] = set()
         self._keep_last = keep_last
         self._mesh = mesh
         self._lock = FolderLock(self.root)
@@ -115,7 +117,8 @@ class CheckpointStore:
 
     def write(self, snapshot: Snapshot, ranks: Ranks) -> None:
         """Write and publish a snapshot, over the group of the calling thread; see :func:`write_checkpoint`."""
-        write_checkpoint(snapshot, ranks, self._keep_last)
+        write_checkpoint(snapshot, ranks, self._keep_last, self.unreadable_steps)
+        self.unreadable_steps.discard(snapshot.step)
 
     def load(self, path: str | Path, state: TrainingState) -> LoadedCheckpoint:
         """Read a checkpoint into model, optimizer and random generators, after checking every byte of it.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,14 @@ def take_snapshot(step: int, state: TrainingState, mesh: ParallelMesh, ranks: Ra
     return Snapshot(step, parts, facts or b"", config or b"")
 
 
-def write_checkpoint(snapshot: Snapshot, ranks: Ranks, keep_last: int) -> None:
+def write_checkpoint(snapshot: Snapshot, ranks: Ranks, keep_last: int, unreadable: Collection[int] = ()) -> None:
     """Write and publish a checkpoint, then remove old ones.
 
     Args:
         snapshot: What to write; it must not change meanwhile.
         ranks: All ranks, with a group that no other thread uses.
         keep_last: Complete checkpoints to keep.
+        unreadable: Steps that neither count as such nor are removed.
 
     Raises:
         CheckpointError: On all ranks, if anything fails on one; earlier checkpoints are as they were.
@@ -105,7 +107,8 @@ def write_checkpoint(snapshot: Snapshot, ranks: Ranks, keep_last: int) -> None:
         ranks.on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
         room = "" if room_mib is None else f"; {room_mib:,} MiB were free in {ranks.root}"
         raise not_saved(snapshot.step, error, room) from error
-    ranks.on_first(lambda: _prune(ranks.root, keep_last, snapshot.step))
+    still_unreadable = set(unreadable) - {snapshot.step}
+    ranks.on_first(lambda: _prune(ranks.root, keep_last, snapshot.step, still_unreadable))
 
 
 def not_saved(step: int, error: Exception, more: str = "") -> CheckpointError:
@@ -120,10 +123,10 @@ def _free_mib(root: Path) -> int | None:
         return None
 
 
-def _prune(root: Path, keep_last: int, step: int) -> None:
+def _prune(root: Path, keep_last: int, step: int, unreadable: set[int]) -> None:
     """The new checkpoint is published: that an old one cannot be removed makes it no worse."""
     try:
-        files.prune(root, keep_last, step)
+        files.prune(root, keep_last, step, unreadable)
     except OSError as error:
         logger.warning("%s: old checkpoints cannot be removed: %s", error.filename or root, error.strerror)
 

@@ -37,7 +37,7 @@ def start_from_another_run(rank: int, world_size: int, root: str) -> list[str]:
     start = load_source(run.store, source, run.state(), may_fall_back=True)
     assert start.loaded.step == 1
     assert_equal(run.tensors(), states[1])
-    told += start.notes
+    told += [*start.warnings, *start.notes]
     single = find_source(run.store, str(Path(root) / "other/step_00000001"))
     assert single is not None
     assert [path.name for path in single.paths] == ["step_00000001"]

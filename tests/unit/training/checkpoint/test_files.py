@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,18 @@ def test_names_of_steps() -> None:
     assert files.step_folder(Path("runs"), 42) == Path("runs/step_00000042")
     assert files.step_of("step_00000042") == 42
     assert files.step_of("step_123456789") == 123456789
+    assert files.step_of(f"step_{2**62 - 1}") == 2**62 - 1
     for other in ("step_00000042.incomplete", "step_42", "latest", "../step_00000042"):
         assert files.step_of(other) is None
+    for unusual in ("step_000000042", f"step_{2**62}", "step_" + "9" * 5000, "step_٠٠٠٠٠٠٤٢"):
+        assert files.step_of(unusual) is None, unusual
+
+
+def test_folders_of_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    for name in ("step_000000009", f"step_{2**62}"):
+        shutil.copytree(tmp_path / "step_00000003", tmp_path / name)
+    assert files.published_steps(tmp_path) == [3]
 
 
 def test_publish_names_the_step_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -81,6 +92,40 @@ def test_prune_keeps_the_newest_and_what_lies_ahead(tmp_path: Path) -> None:
         write(tmp_path, step)
     files.prune(tmp_path, 2, 3)
     assert names(tmp_path) == ["latest", "step_00000002", "step_00000003", "step_00000009"]
+
+
+def linked(root: Path, name: str) -> Path:
+    """A link of this name to a folder elsewhere, which is returned."""
+    elsewhere = root.parent / f"elsewhere-{name}"
+    if (root / name).exists():
+        (root / name).rename(elsewhere)
+    else:
+        elsewhere.mkdir()
+        (elsewhere / "data").write_bytes(b"mine")
+    (root / name).symlink_to(elsewhere)
+    return elsewhere
+
+
+def test_links_are_removed_and_never_what_they_lead_to(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for step in (1, 2):
+        write(root, step)
+    kept = [linked(root, name) for name in ("step_00000001", "step_00000002", "step_00000007.incomplete")]
+    (root / "step_00000005").symlink_to(tmp_path / "nowhere")
+    write(root, 2, b"anew")
+    write(root, 5)
+    files.prune(root, 2, 5)
+    assert names(root) == ["latest", "step_00000002", "step_00000005"]
+    assert not any(path.is_symlink() for path in root.iterdir())
+    assert [(path / "data").read_bytes() for path in kept] == [b"weights", b"weights", b"mine"]
+
+
+@pytest.mark.parametrize("name", ["step_00000001.incomplete", "step_00000001.replaced.incomplete", "step_00000001"])
+def test_a_stray_file_is_no_obstacle(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"stray")
+    write(tmp_path, 1)
+    assert names(tmp_path) == ["latest", "step_00000001"]
+    files.verify_files(tmp_path / "step_00000001")
 
 
 def go_back(root: Path) -> None:

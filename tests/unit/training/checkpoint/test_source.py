@@ -90,7 +90,8 @@ def test_falling_back_takes_the_newest_good_one_and_says_so_in_one_line(tmp_path
     start = load_source(run.store, find_source(run.store, None), run.state(), may_fall_back=True)
     assert (start.path, start.loaded.step) == (tmp_path / "step_00000002", 2)
     assert all(torch.equal(tensor, tensors[2][name]) for name, tensor in run.tensors().items())
-    (note,) = start.notes
+    (note,) = start.warnings
+    assert start.notes == ()
     assert note.startswith(f"warning: {tmp_path}/step_00000004, {tmp_path}/step_00000003 cannot be read (")
     assert f"step_00000004/{file}" in note
     assert note.endswith(f"; falling back to {tmp_path}/step_00000002")
@@ -150,3 +151,42 @@ def test_a_setting_that_did_not_exist_then_had_its_default() -> None:
     assert changed_settings(loaded, RunConfig()) == []
     present = RunConfig(optimizer=OptimizerConfig(lr_decay_style="WSD"))
     assert changed_settings(loaded, present) == ["--lr-decay-style cosine -> WSD"]
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_what_a_fallback_found_damaged_neither_counts_nor_goes(tmp_path: Path) -> None:
+    saved_steps(tmp_path, 2, 4, 6)
+    damage(tmp_path / "step_00000006/__0_0.distcp")
+    run = Run(tmp_path, seed=5)
+    start = load_source(run.store, find_source(run.store, None), run.state(), may_fall_back=True)
+    run.iteration = start.loaded.step
+    run.store._keep_last = 2
+    run.train(3)
+    run.save()
+    assert names(tmp_path) == ["latest", "step_00000004", "step_00000006", "step_00000007"]
+    run.train(1)
+    run.save()
+    assert names(tmp_path) == ["latest", "step_00000006", "step_00000007", "step_00000008"]
+
+
+def test_a_damaged_step_that_is_written_anew_counts_again(tmp_path: Path) -> None:
+    saved_steps(tmp_path, 2, 4)
+    damage(tmp_path / "step_00000004/__0_0.distcp")
+    run = Run(tmp_path, seed=5)
+    run.iteration = load_source(run.store, find_source(run.store, None), run.state(), may_fall_back=True).loaded.step
+    run.store._keep_last = 1
+    run.train(2)
+    run.save()
+    assert names(tmp_path) == ["latest", "step_00000004"]
+    assert run.store.unreadable_steps == set()
+
+
+def test_damage_in_another_run_s_folder_says_nothing_about_the_own(tmp_path: Path) -> None:
+    saved_steps(tmp_path / "other", 1, 2)
+    damage(tmp_path / "other/step_00000002/__0_0.distcp")
+    run = Run(tmp_path / "own", seed=5)
+    load_source(run.store, find_source(run.store, str(tmp_path / "other")), run.state(), may_fall_back=True)
+    assert run.store.unreadable_steps == set()
