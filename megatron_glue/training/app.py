@@ -28,10 +28,12 @@ from megatron_glue.parallel.agreement import is_lost_peer, is_out_of_memory, tog
 from megatron_glue.parallel.collectives import broadcast_, max_over_ranks
 from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
+from megatron_glue.training.checkpoint.facts import damage_named
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.saving import RunSaver
 from megatron_glue.training.checkpoint.source import Source, Start, find_source, load_source
 from megatron_glue.training.checkpoint.store import CheckpointStore
+from megatron_glue.training.checkpoint.write import FACTS_NAME
 from megatron_glue.training.closing import collect_summary, sample
 from megatron_glue.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from megatron_glue.training.generation import printable
@@ -134,7 +136,9 @@ def _resume(session: Session, store: CheckpointStore, source: Source | None) -> 
         return None
     may_fall_back = session.config.training.load_fallback
     start = load_source(store, source, session.training_state(), may_fall_back=may_fall_back)
-    session.adopt(start.loaded)
+    # Counters and position are the session's own: only it knows what must be in them.
+    with damage_named(start.path / FACTS_NAME):
+        session.adopt(start.loaded)
     return start
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_glue.training import loop
-from megatron_glue.training.checkpoint.files import latest_step
+from megatron_glue.training.checkpoint.files import describe_files, latest_step, read_manifest, write_manifest
 from tests.support.cases import write_corpus
 from tests.support.job import SMALL_FLAGS, RankEnd, kill_self, run_job
 
@@ -101,3 +101,21 @@ def test_why_a_run_falls_back_comes_first_and_the_damaged_step_does_not_count(fo
     lines = [line.split(" ")[0] for line in end.out.splitlines() if "run/step_00000004" in line]
     assert lines[:2] == ["warning:", "resuming"]
     assert [name for name in names(folder) if name.startswith("step_")] == [f"step_0000000{step}" for step in (6, 7, 8)]
+
+
+def test_facts_that_only_the_session_understands_are_one_line_if_malformed(folder: Path) -> None:
+    (end,) = run_job([*FLAGS, "--train-iters", "2"], folder, 1)
+    assert end.code == 0, end
+    path = folder / "run/step_00000002/meta.json"
+    good = json.loads(path.read_bytes())
+    counters, position = good["counters"], good["data_position"]
+    for malformed in (
+        {"counters": {"losses": counters["losses"]}},
+        {"counters": {**counters, "num_tokens": "many"}},
+        {"data_position": {**position, "epoch": float("inf")}},
+    ):
+        path.write_text(json.dumps({**good, **malformed}))
+        write_manifest(path.parent, read_manifest(path.parent) | describe_files([path]))
+        (end,) = run_job([*FLAGS, "--train-iters", "4"], folder, 1)
+        assert (end.code, len(end.err.splitlines())) == (1, 1), end
+        assert end.err.startswith("error: run/step_00000002/meta.json: damaged, ")

@@ -148,7 +148,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged, not JSON") from error
 
 
@@ -194,20 +194,18 @@ def verify_files(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
         verify_file(folder, name, files[name])
 
 
-def verify_file(folder: Path, name: str, expected: Any) -> None:
+def verify_file(folder: Path, name: str, expected: dict[str, Any]) -> None:
     """Compare one file with its manifest entry.
 
     Raises:
-        CheckpointError: If it is missing, has another size or other bytes, or the entry is none.
+        CheckpointError: If it is missing, or has another size or other bytes.
     """
     path = folder / name
-    if Path(name).name != name or not isinstance(expected, dict):
-        raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged entry {name!r}")
     try:
         num_bytes = path.stat().st_size
-        if num_bytes != expected.get("bytes"):
-            raise CheckpointError(f"{path}: damaged, {num_bytes} bytes instead of {expected.get('bytes')}")
-        if _digest(path) != expected.get("sha256"):
+        if num_bytes != expected["bytes"]:
+            raise CheckpointError(f"{path}: damaged, {num_bytes} bytes instead of {expected['bytes']}")
+        if _digest(path) != expected["sha256"]:
             raise CheckpointError(f"{path}: damaged, its bytes differ from those that were saved")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
@@ -228,10 +226,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged, lists no files")
+    for name, entry in files.items():
+        if not (is_file_name(name) and isinstance(entry, dict) and _is_entry(entry)):
+            raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged entry {name[:100]!r}")
     # Those of the first version have no checksum of their own.
     if manifest.get("sha256", _digest_of_list(files)) != _digest_of_list(files):
         raise CheckpointError(f"{folder / MANIFEST_NAME}: damaged, its list differs from the one that was saved")
     return files
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name leads to an entry of its folder, and can be shown in one line."""
+    return name.isprintable() and Path(name).name == name and name != ".."
+
+
+def _is_entry(entry: dict[str, Any]) -> bool:
+    return type(entry.get("bytes")) is int and entry["bytes"] >= 0 and isinstance(entry.get("sha256"), str)
 
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:

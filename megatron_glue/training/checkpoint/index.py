@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_glue.training.checkpoint.files import CheckpointError, read_json, to_json, write_durably
+from megatron_glue.training.checkpoint.facts import damage_named
+from megatron_glue.training.checkpoint.files import CheckpointError, is_file_name, read_json, to_json, write_durably
 
 INDEX_NAME = "index.json"
 _EXPERT_SEGMENT = "experts"
@@ -76,12 +77,10 @@ def read_index(folder: Path, *, must_audit: bool = True) -> dict[str, SavedTenso
     """
     path = folder / INDEX_NAME
     content = read_json(path)
-    try:
+    with damage_named(path):
         index = parse_tensors(content["tensors"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged, {error!r}") from error
-    if must_audit:
-        check_coverage(index, path)
+        if must_audit:
+            check_coverage(index, path)
     return index
 
 
@@ -118,16 +117,16 @@ def parse_tensors(content: Mapping[str, Any]) -> dict[str, SavedTensor]:
         AttributeError, KeyError, TypeError, ValueError: If something else was written.
     """
     return {
-        name: SavedTensor(
+        _tensor_name(name): SavedTensor(
             dtype=_dtype(entry["dtype"]),
-            shape=tuple(map(int, entry["shape"])),
+            shape=tuple(map(_integer, entry["shape"])),
             slices=tuple(
                 SavedSlice(
-                    tuple(map(int, part["offsets"])),
-                    tuple(map(int, part["sizes"])),
+                    tuple(map(_integer, part["offsets"])),
+                    tuple(map(_integer, part["sizes"])),
                     _file_name(part["file"]),
-                    int(part["start"]),
-                    int(part["bytes"]),
+                    _integer(part["start"]),
+                    _integer(part["bytes"]),
                 )
                 for part in entry["slices"]
             ),
@@ -143,9 +142,22 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _integer(value: Any) -> int:
+    """Neither 1e999 nor a number that no tensor of torch's can have."""
+    if type(value) is not int or abs(value) >= 1 << 62:
+        raise TypeError(f"{str(value)[:40]!r} is no size")
+    return value
+
+
+def _tensor_name(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError(f"{name[:100]!r} is no name of a tensor")
+    return name
+
+
 def _file_name(name: str) -> str:
-    if Path(name).name != name:
-        raise ValueError(f"{name!r} is no file of this folder")
+    if not is_file_name(name):
+        raise ValueError(f"{name[:100]!r} is no file of this folder")
     return name
 
 
@@ -335,6 +347,6 @@ def check_experts(model: Mapping[str, Any], index: Mapping[str, SavedTensor], wh
             continue
         if saved.shape[:1] != (num_experts,):
             raise CheckpointError(f"{where}: {name} of shape {saved.shape} does not hold {num_experts} experts")
-        missing -= {int(segment) for segment in segments if segment.isdigit()}
+        missing -= {int(segment) for segment in segments if segment.isdecimal()}
     if missing:
         raise CheckpointError(f"{where}: no experts of layer {', '.join(map(str, sorted(missing)))}")

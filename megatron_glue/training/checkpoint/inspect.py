@@ -91,7 +91,7 @@ def verify(path: Path, progress: Progress = no_progress) -> OpenCheckpoint:
         CheckpointError: On the first file that is damaged or missing, or the first tensor that is not all there.
     """
     entries = files.read_manifest(path)
-    total = sum(entry["bytes"] for entry in entries.values() if isinstance(entry, dict) and "bytes" in entry)
+    total = sum(entry["bytes"] for entry in entries.values())
     done = 0
     for name in sorted(entries):
         files.verify_file(path, name, entries[name])

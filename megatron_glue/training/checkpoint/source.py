@@ -19,9 +19,11 @@ from megatron_glue.config.loading import as_dict
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.parallel.collectives import gather_rows
 from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint.facts import damage_named
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.state import LoadedCheckpoint, TrainingState
 from megatron_glue.training.checkpoint.store import CheckpointStore
+from megatron_glue.training.checkpoint.write import FACTS_NAME
 
 _TOLD_SECTIONS = ("model", "moe", "parallel", "data", "optimizer")
 _TOLD_FIELDS = ("micro_batch_size", "global_batch_size", "train_iters", "seed", "precision")
@@ -127,7 +129,9 @@ def load_source(store: CheckpointStore, source: Source, state: TrainingState, *,
             store.unreadable_steps.update(
                 step for failed, _ in failures if (step := files.step_of(failed.name)) is not None
             )
-        notes = _notes(store, source, path, changed_settings(loaded, state.config))
+        with damage_named(path / FACTS_NAME):
+            changes = changed_settings(loaded, state.config)
+        notes = _notes(store, source, path, changes)
         return Start(loaded, path, _warnings(path, failures), notes)
     error = failures[0][1]
     if len(failures) > 1:

@@ -15,13 +15,14 @@ from megatron_glue.config.fields import flag_of
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint import files as files
 from megatron_glue.training.checkpoint import state as contents
+from megatron_glue.training.checkpoint import tensors
+from megatron_glue.training.checkpoint.facts import check_facts, damage_named
 from megatron_glue.training.checkpoint.files import CheckpointError
-from megatron_glue.training.checkpoint.index import SavedTensor, check_experts, check_files, read_index
+from megatron_glue.training.checkpoint.index import INDEX_NAME, SavedTensor, check_experts, check_files, read_index
 from megatron_glue.training.checkpoint.lock import FolderLock, FolderTakenError
 from megatron_glue.training.checkpoint.parts import GlobalTensor
 from megatron_glue.training.checkpoint.ranks import Ranks
 from megatron_glue.training.checkpoint.state import LoadedCheckpoint, TrainingState
-from megatron_glue.training.checkpoint.tensors import read_parts
 from megatron_glue.training.checkpoint.write import FACTS_NAME, Snapshot, take_snapshot, write_checkpoint
 
 __all__ = ["CheckpointError", "CheckpointStore", "LoadedCheckpoint", "TrainingState"]
@@ -141,11 +142,11 @@ class CheckpointStore:
         ranks.together(lambda: files.verify_files(path, part=ranks.rank, num_parts=ranks.world_size))
         # All read the same bytes, as their checksums say: one audit is as good as one per rank.
         facts, index = ranks.together(lambda: read_facts_and_index(path, must_audit=ranks.is_first))
-        ranks.together(lambda: contents.check_same_model(facts["model"], state.config, path / FACTS_NAME))
+        ranks.together(lambda: _check_same_model(facts["model"], state, path / FACTS_NAME))
         known = ranks.union_of(sorted(index), set(wanted))
         ranks.together(lambda: contents.check_same_tensors(index, wanted, path, known))
         generators = ranks.together(lambda: self._saved_generators(state, index))
-        ranks.together(lambda: read_parts(path, index, wanted | generators))
+        ranks.together(lambda: tensors.read_parts(path, index, wanted | generators))
         ranks.together_in_collectives(state.after_load)
         ranks.together(lambda: contents.restore_rng(generators, contents.device_of(state)))
         if state.optimizer is not None:
@@ -177,10 +178,23 @@ def read_facts_and_index(path: Path, *, must_audit: bool = True) -> tuple[dict[s
     if not isinstance(facts, dict) or facts.get("format") != contents.FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else None
         raise CheckpointError(f"{path / FACTS_NAME}: format {found}, expected {contents.FORMAT}")
+    check_facts(facts, path / FACTS_NAME)
     index = read_index(path, must_audit=must_audit)
     if not must_audit:
         return facts, index
     used = {part.relative_path for saved in index.values() for part in saved.slices}
-    check_files(index, {name: size for name, size in files.listed_sizes(path).items() if name in used}, path)
-    check_experts(facts["model"], index, path)
+    # Also files of slices that the index does not name: it may have lost tensors, or all of them.
+    sizes = {
+        name: size
+        for name, size in files.listed_sizes(path).items()
+        if name in used or name.endswith(tensors.SLICES_SUFFIX)
+    }
+    with damage_named(path / INDEX_NAME):
+        check_files(index, sizes, path)
+        check_experts(facts["model"], index, path)
     return facts, index
+
+
+def _check_same_model(saved: dict[str, Any], state: TrainingState, file: Path) -> None:
+    with damage_named(file):
+        contents.check_same_model(saved, state.config, file)

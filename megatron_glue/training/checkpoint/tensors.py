@@ -37,6 +37,8 @@ from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.index import SavedSlice, SavedTensor
 from megatron_glue.training.checkpoint.parts import GlobalTensor, Part
 
+SLICES_SUFFIX = ".distcp"
+
 
 @dataclass(frozen=True)
 class WrittenFile:
@@ -70,7 +72,7 @@ class NamedPart:
 
 def slice_file(rank: int) -> str:
     """Name of the file that a rank writes, as DCP would call it."""
-    return f"__{rank}_0.distcp"
+    return f"__{rank}_0{SLICES_SUFFIX}"
 
 
 def write_parts(path: Path, parts: Iterable[NamedPart]) -> tuple[WrittenFile, dict[str, SavedTensor]]:

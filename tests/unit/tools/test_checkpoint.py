@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint.files import CheckpointError
 from tests.support.programs import load_program
 from tests.support.toy_run import Run
 
@@ -65,6 +69,90 @@ def test_reshard_and_average(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         tool.main(["reshard", str(root), str(tmp_path / "x"), "--num-shards", "0"])
     capsys.readouterr()
+
+
+def change_json(root: Path, name: str, change: Callable[[Any], None]) -> None:
+    """Change a file of the newest checkpoint, and every checksum with it."""
+    folder = root / "step_00000002"
+    content = json.loads((folder / name).read_bytes())
+    change(content)
+    rewrite_file(folder, name, json.dumps(content).encode())
+
+
+def rewrite_file(folder: Path, name: str, data: bytes) -> None:
+    (folder / name).write_bytes(data)
+    files.write_manifest(folder, files.read_manifest(folder) | files.describe_files([folder / name]))
+
+
+def one_slice(content: Any) -> dict[str, Any]:
+    return content["tensors"]["model.0.weight"]["slices"][0]
+
+
+MALFORMED: list[tuple[str, Callable[[Any], None]]] = [
+    *[
+        ("meta.json", lambda facts, key=key: facts.pop(key))
+        for key in ("counters", "model", "data_position", "step", "config", "provenance", "num_skipped_updates")
+    ],
+    ("meta.json", lambda facts: facts.update(counters=[])),
+    ("meta.json", lambda facts: facts.update(counters={"losses": ["low"]})),
+    ("meta.json", lambda facts: facts.update(step="2")),
+    ("meta.json", lambda facts: facts.update(step=2**70)),
+    ("meta.json", lambda facts: facts["model"].update(num_experts="many")),
+    ("meta.json", lambda facts: facts.update(data_position=7)),
+    ("index.json", lambda index: one_slice(index).update(start=float("inf"))),
+    ("index.json", lambda index: one_slice(index).update(bytes=2**80)),
+    ("index.json", lambda index: one_slice(index).update(file="a\0b")),
+    ("index.json", lambda index: one_slice(index).update(file="..")),
+    ("index.json", lambda index: index.update(tensors=[])),
+    ("index.json", lambda index: index["tensors"].update({"a\nb": index["tensors"].pop("model.0.weight")})),
+]
+
+
+def told_in_one_line(root: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["verify", str(root)], ["reshard", str(root), str(root.parent / "copy")]):
+        assert tool.main(words) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(file) in line
+    run = Run(root, seed=5)
+    with pytest.raises(CheckpointError) as caught:
+        run.store.load(root / "step_00000002", run.state())
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "change"), MALFORMED, ids=[f"{n}-{i}" for i, (n, _) in enumerate(MALFORMED)])
+def test_what_is_malformed_though_its_checksum_is_right_is_one_line(
+    root: Path, name: str, change: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_json(root, name, change)
+    told_in_one_line(root, root / "step_00000002" / name, capsys)
+
+
+@pytest.mark.parametrize("name", ["meta.json", "index.json"])
+def test_json_that_is_nested_deeply_is_one_line(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rewrite_file(root / "step_00000002", name, b"[" * 100_000)
+    told_in_one_line(root, root / "step_00000002" / name, capsys)
+
+
+ENTRY = {"bytes": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [{"a\0b": ENTRY}, {"..": ENTRY}, {"a/b": ENTRY}, {"\ud800": ENTRY}, {"a": 1}, {"a": {"bytes": 1}}]
+    + [{"a": {"bytes": value, "sha256": ""}} for value in ("1", -1, 1.5, True, None)],
+)
+def test_a_malformed_manifest_is_one_line(
+    root: Path, entries: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = root / "step_00000002"
+    files.write_manifest(folder, files.read_manifest(folder) | entries)
+    told_in_one_line(root, folder / "manifest.json", capsys)
+
+
+def test_bytes_that_no_tensor_names_are_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_json(root, "index.json", lambda index: index["tensors"].clear())
+    told_in_one_line(root, root / "step_00000002/__0_0.distcp", capsys)
 
 
 @pytest.mark.parametrize("command", ["verify", "info", "reshard", "average"])
