@@ -2,19 +2,21 @@
 """Verify, describe and rewrite checkpoints, on a CPU, in one process, without building a model.
 
 DIR is a run's folder (then its newest checkpoint is meant) or one of its step_N folders. Nothing is ever unpickled.
-Exit code 1: damage, named with its file; 2: the request cannot be met as written.
+Exit code 1: damage, named with its file; 2: the request cannot be met as written; 130 and 143: stopped by Ctrl-C or
+SIGTERM, and nothing half written is left.
 
     python tools/checkpoint.py verify runs/mine
     python tools/checkpoint.py info runs/mine
-    python tools/checkpoint.py reshard runs/mine one_file --num-shards 1
-    python tools/checkpoint.py average runs/mine --last 3 --output averaged
-    python tools/checkpoint.py convert-deepspeed their_folder converted -- pretrain_gpt.py --num-layers 2
+    python tools/checkpoint.py reshard runs/mine runs/one_file --num-shards 1
+    python tools/checkpoint.py average runs/mine --last 3 --output runs/averaged
+    python tools/checkpoint.py convert-deepspeed their_folder runs/converted -- pretrain_gpt.py --num-layers 2
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,9 +43,9 @@ from megatron_glue.training.checkpoint.inspect import (
     verify,
 )
 from megatron_glue.training.checkpoint.rewrite import average, newest_of, reshard
+from megatron_glue.training.exit_codes import EXIT_FAILED, exit_code_of
 from megatron_glue.training.presets import GPT_DEFAULTS, MOE_DEFAULTS
 
-EXIT_DAMAGED, EXIT_USAGE = 1, 2
 Report = Callable[[int, int], None]
 
 
@@ -73,8 +75,12 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _files(facts: dict[str, Any]) -> str:
-    return f"{facts['tensor_files']} tensor file{'' if facts['tensor_files'] == 1 else 's'}"
+    return _count(facts["tensor_files"], "tensor file")
 
 
 def _facts(checkpoint: OpenCheckpoint) -> dict[str, Any]:
@@ -87,20 +93,32 @@ def _facts(checkpoint: OpenCheckpoint) -> dict[str, Any]:
 def run_verify(arguments: argparse.Namespace) -> dict[str, Any]:
     """Verify one checkpoint, or all of a run."""
     paths = find_checkpoints(arguments.directory)
-    results = []
-    for path in paths if arguments.all else paths[-1:]:
-        start = time.perf_counter()
-        results.append({**_facts(_verified(path)), "seconds": round(time.perf_counter() - start, 2)})
-    return {"verified": results}
+    if not arguments.all:
+        return {"verified": [_verify_one(paths[-1])]}
+    good, damaged = [], []
+    for path in paths:
+        try:
+            good.append(_verify_one(path))
+        except (CheckpointError, OSError) as error:
+            damaged.append({"checkpoint": str(path), "error": str(error)})
+    return {"verified": good, "damaged": damaged}
+
+
+def _verify_one(path: Path) -> dict[str, Any]:
+    start = time.perf_counter()
+    return {**_facts(_verified(path)), "seconds": round(time.perf_counter() - start, 2)}
 
 
 def show_verify(result: dict[str, Any]) -> None:
-    """Print a line per checkpoint."""
+    """Print a line per checkpoint, in the order of their steps."""
+    lines = {found["checkpoint"]: f"damaged. {found['error']}" for found in result.get("damaged", ())}
     for found in result["verified"]:
-        print(
-            f"{found['checkpoint']}: good. Step {found['step']}, {found['tensors']} tensors in "
+        lines[found["checkpoint"]] = (
+            f"good. Step {found['step']}, {_count(found['tensors'], 'tensor')} in "
             f"{_files(found)}, {_size(found['bytes'])}, every element once; {found['seconds']} s"
         )
+    for checkpoint in sorted(lines, key=lambda name: (len(name), name)):
+        print(f"{checkpoint}: {lines[checkpoint]}")
 
 
 def run_info(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -112,15 +130,18 @@ def show_info(result: dict[str, Any]) -> None:
     """Print facts, then the model's tensors."""
     loss = "unknown" if result["last_loss"] is None else f"{result['last_loss']:.4f}"
     print(f"{result['checkpoint']}: step {result['step']}, last training loss {loss}")
-    print(f"saved by megatron_glue {result['version']} on torch {result['torch']}, {result['layout']}")
+    # The layout was written when the checkpoint was.
+    layout = re.sub(r"^1 ranks\b", "1 rank", result["layout"])
+    print(f"saved by megatron_glue {result['version']} on torch {result['torch']}, {layout}")
     if result["origin"]:
         print("origin: " + ", ".join(f"{name} {value}" for name, value in result["origin"].items()))
     print("model: " + ", ".join(f"{name} {value}" for name, value in result["model"].items()))
     print("data position: " + ", ".join(f"{name} {value}" for name, value in result["data_position"].items()))
     print("not default: " + (", ".join(result["settings"]) or "nothing") + " (values: config.yaml)")
     for kind, sizes in result["kinds"].items():
-        print(f"{kind}: {sizes['tensors']} tensors, {sizes['elements']:,} elements, {_size(sizes['bytes'])}")
-    print(f"{len(result['files'])} files, {_size(result['bytes'])}")
+        tensors, elements = _count(sizes["tensors"], "tensor"), _count(sizes["elements"], "element")
+        print(f"{kind}: {tensors}, {elements}, {_size(sizes['bytes'])}")
+    print(f"{_count(len(result['files']), 'file')}, {_size(result['bytes'])}")
     table = Table("tensor", "shape", "dtype", "MiB", "slices")
     for name, tensor in result["tensors"].items():
         if name.startswith("model."):
@@ -141,14 +162,14 @@ def show_reshard(result: dict[str, Any]) -> None:
     """Print what was written."""
     written = result["written"]
     print(
-        f"{written['checkpoint']}: the {written['tensors']} tensors of {result['source']}, bit for bit, in "
+        f"{written['checkpoint']}: the {_count(written['tensors'], 'tensor')} of {result['source']}, bit for bit, in "
         f"{_files(written)}, {_size(written['bytes'])}"
     )
 
 
 def run_average(arguments: argparse.Namespace) -> dict[str, Any]:
     """Average the weights of several checkpoints."""
-    paths = [path for folder in arguments.directories for path in find_checkpoints(folder, arguments.last)]
+    paths = [path for folder in arguments.directories for path in _newest(folder, arguments.last)]
     sources = [_verified(path) for path in dict.fromkeys(paths)]
     with progress_of("averaging") as progress:
         average(sources, arguments.output, arguments.num_shards, progress)
@@ -157,6 +178,16 @@ def run_average(arguments: argparse.Namespace) -> dict[str, Any]:
         "all_but_weights_from": str(newest_of(sources).path),
         "written": _facts(_verified(arguments.output)),
     }
+
+
+def _newest(folder: str, last: int | None) -> list[Path]:
+    """Checkpoints to average: those of a run, or a step's own folder."""
+    paths = find_checkpoints(folder, last)
+    if last is not None and len(paths) < last and paths != [Path(folder)]:
+        raise ConfigError(
+            "--last", last, f"{folder} holds {_count(len(paths), 'checkpoint')}", "ask for no more than there are"
+        )
+    return paths
 
 
 def show_average(result: dict[str, Any]) -> None:
@@ -192,8 +223,9 @@ def show_convert_deepspeed(result: dict[str, Any]) -> None:
     """Print what was written."""
     written = result["written"]
     print(
-        f"{written['checkpoint']}: step {written['step']} of {result['source']}, {written['tensors']} tensors in "
-        f"{written['tensor_files']} files, {_size(written['bytes'])}; weights are the fp32 masters"
+        f"{written['checkpoint']}: step {written['step']} of {result['source']}, "
+        f"{_count(written['tensors'], 'tensor')} in {_files(written)}, {_size(written['bytes'])}; weights are the fp32 "
+        "masters"
     )
 
 
@@ -238,37 +270,44 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         run_reshard,
         show_reshard,
         "write the same tensors, bit for bit, into another number of files",
-        "example: python tools/checkpoint.py reshard runs/mine one_file --num-shards 1\n"
-        "then:    python pretrain_gpt.py ... --load one_file --save runs/more",
+        "example: python tools/checkpoint.py reshard runs/mine runs/one_file --num-shards 1\n"
+        "then:    python pretrain_gpt.py ... --load runs/one_file --save runs/more",
     )
     command.add_argument("directory", metavar="SRC", help="a run's folder or one step_N folder")
     command.add_argument("destination", metavar="DST", type=Path, help="a folder that does not exist")
-    command.add_argument("--num-shards", type=_positive, default=1, help="number of tensor files (default 1)")
+    command.add_argument(
+        "--num-shards", type=_positive, default=1, help="tensor files (default 1), at most as many as tensors"
+    )
     command = add(
         "average",
         run_average,
         show_average,
         "average the weights of several checkpoints of one model; moments, counters and the data position are those of "
         "the newest",
-        "example: python tools/checkpoint.py average runs/mine --last 3 --output averaged\n"
-        "then:    python pretrain_gpt.py ... --load averaged --save runs/more",
+        "example: python tools/checkpoint.py average runs/mine --last 3 --output runs/averaged\n"
+        "then:    python pretrain_gpt.py ... --load runs/averaged --save runs/more",
     )
     command.add_argument("directories", metavar="DIR", nargs="+", help="runs' folders or step_N folders")
     command.add_argument("--output", metavar="DST", type=Path, required=True, help="a folder that does not exist")
     command.add_argument("--last", type=_positive, help="of a run's folder, the newest N checkpoints (default: all)")
-    command.add_argument("--num-shards", type=_positive, default=1, help="number of tensor files (default 1)")
+    command.add_argument(
+        "--num-shards", type=_positive, default=1, help="tensor files (default 1), at most as many as tensors"
+    )
     command = add(
         "convert-deepspeed",
         run_convert_deepspeed,
         show_convert_deepspeed,
         "write a checkpoint that DeepSpeed's engine.save_checkpoint made, ZeRO stage 0 to 3, as one of ours; every "
         "tensor of the run's model must be there, and none may be left over",
-        "example: python tools/checkpoint.py convert-deepspeed their_folder converted -- pretrain_gpt.py --num-layers 2"
-        "\nthen:    python pretrain_gpt.py --num-layers 2 --load converted --save runs/more",
+        "example: python tools/checkpoint.py convert-deepspeed their_folder runs/converted -- "
+        "pretrain_gpt.py --num-layers 2"
+        "\nthen:    python pretrain_gpt.py --num-layers 2 --load runs/converted --save runs/more",
     )
     command.add_argument("directory", metavar="SRC", help="what save_checkpoint was given, or the tag's folder in it")
     command.add_argument("destination", metavar="DST", type=Path, help="a folder that does not exist")
-    command.add_argument("--num-shards", type=_positive, default=1, help="number of tensor files (default 1)")
+    command.add_argument(
+        "--num-shards", type=_positive, default=1, help="tensor files (default 1), at most as many as tensors"
+    )
     words = sys.argv[1:] if argv is None else argv
     own, run_words = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     arguments = parser.parse_args(own)
@@ -279,18 +318,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code."""
     arguments = parse(argv)
-    try:
-        result = arguments.run(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except (CheckpointError, OSError) as error:
-        if arguments.json:
-            print(json.dumps({"error": str(error)}))
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_DAMAGED
-    print(json.dumps(result, indent=1)) if arguments.json else arguments.show(result)
-    return 0
+
+    def run() -> int:
+        try:
+            result = arguments.run(arguments)
+        except (CheckpointError, OSError) as error:
+            if arguments.json:
+                print(json.dumps({"error": str(error)}))
+            raise
+        print(json.dumps(result, indent=1)) if arguments.json else arguments.show(result)
+        return EXIT_FAILED if result.get("damaged") else 0
+
+    return exit_code_of(run, CheckpointError)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ and published like any other save: a folder appears under its name only when it 
 
 from __future__ import annotations
 
+import heapq
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +20,18 @@ from torch import Tensor
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.training.checkpoint import files as files
 from megatron_glue.training.checkpoint.files import CheckpointError
-from megatron_glue.training.checkpoint.index import SavedTensor, merge_tensors
+from megatron_glue.training.checkpoint.index import INDEX_NAME, SavedTensor, merge_tensors
 from megatron_glue.training.checkpoint.inspect import OpenCheckpoint, Progress, no_progress
 from megatron_glue.training.checkpoint.parts import GlobalTensor
-from megatron_glue.training.checkpoint.tensors import NamedPart, read_parts, slice_file, write_parts
-from megatron_glue.training.checkpoint.write import CONFIG_NAME, describe_written, finish_folder
+from megatron_glue.training.checkpoint.tensors import (
+    DCP_METADATA_NAME,
+    SLICES_SUFFIX,
+    NamedPart,
+    read_parts,
+    slice_file,
+    write_parts,
+)
+from megatron_glue.training.checkpoint.write import CONFIG_NAME, FACTS_NAME, describe_written, finish_folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +75,7 @@ def reshard(source: OpenCheckpoint, destination: Path, num_shards: int = 1, prog
     Args:
         source: A verified checkpoint.
         destination: A folder that does not exist; a run can ``--load`` it.
-        num_shards: Number of files; every tensor is whole in one of them.
+        num_shards: Number of files, at most that of tensors; every tensor is whole in one of them.
         progress: Told about bytes as they are written.
 
     Returns:
@@ -76,7 +85,7 @@ def reshard(source: OpenCheckpoint, destination: Path, num_shards: int = 1, prog
         CheckpointError: If something cannot be read or written; the destination does not exist then.
         ConfigError: If the destination exists.
     """
-    origin = {"resharded_from": str(source.path), "files": num_shards}
+    origin = {"resharded_from": str(source.path), "files": min(num_shards, len(source.index))}
     content = Content.of(source, origin)
     return write_new(content, destination, lambda name: read_tensor(source, name), num_shards, progress)
 
@@ -143,17 +152,18 @@ def shards_of(index: Mapping[str, SavedTensor], num_shards: int) -> list[list[st
 
     Args:
         index: The tensors.
-        num_shards: Number of files; with fewer tensors than files, some are left out.
+        num_shards: Number of files; there are no more of them than tensors.
 
     Returns:
         Names per file, in their order.
     """
-    loads, shards = [0] * num_shards, [[] for _ in range(num_shards)]
+    shards: list[list[str]] = [[] for _ in range(min(num_shards, len(index)))]
+    loads = [(0, number) for number in range(len(shards))]
     for name in sorted(index, key=lambda name: (-index[name].num_bytes, name)):
-        lightest = min(range(num_shards), key=loads.__getitem__)
-        loads[lightest] += max(index[name].num_bytes, 1)
+        load, lightest = loads[0]
+        heapq.heapreplace(loads, (load + max(index[name].num_bytes, 1), lightest))
         shards[lightest].append(name)
-    return [sorted(shard) for shard in shards if shard]
+    return [sorted(shard) for shard in shards]
 
 
 def write_new(
@@ -177,11 +187,18 @@ def write_new(
 
     Raises:
         CheckpointError: If something cannot be read or written; the destination does not exist then.
-        ConfigError: If the destination exists.
+        ConfigError: If the destination exists, or something that is no leftover of ours where it is to be written.
     """
-    if destination.exists():
+    if os.path.lexists(destination):
         raise ConfigError("DESTINATION", destination, "exists already", "name a new folder, or remove this one")
     folder = destination.with_name(destination.name + files.INCOMPLETE_SUFFIX)
+    if os.path.lexists(folder) and not _is_leftover(folder):
+        raise ConfigError(
+            "DESTINATION",
+            destination,
+            f"it would be written to {folder}, which holds something else",
+            "name another folder, or move that one away",
+        )
     total, done = sum(saved.num_bytes for saved in content.index.values()), 0
 
     def parts(names: list[str]) -> Iterator[NamedPart]:
@@ -193,7 +210,7 @@ def write_new(
             progress(done, total)
 
     try:
-        shutil.rmtree(folder, ignore_errors=True)
+        files.remove(folder)
         files.make_folder(folder)
         written, indexes = [], []
         for number, names in enumerate(shards_of(content.index, num_shards)):
@@ -205,9 +222,19 @@ def write_new(
         files.sync_folder(folder)
         folder.rename(destination)
         files.sync_folder(destination.parent)
-    except (OSError, CheckpointError) as error:
+    except BaseException as error:
+        # Ctrl-C and SIGTERM, too, leave nothing behind.
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{error.filename or folder}: {error.strerror or error}") from error
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{error.filename or folder}: {error.strerror or error}") from error
+        raise
     return destination
+
+
+def _is_leftover(folder: Path) -> bool:
+    """Whether a killed process left it: a folder with nothing in it but what a checkpoint is made of."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    own = {FACTS_NAME, CONFIG_NAME, INDEX_NAME, files.MANIFEST_NAME}
+    names = (path.name for path in folder.iterdir())
+    return all(name in own or name.endswith(SLICES_SUFFIX) or name.startswith(DCP_METADATA_NAME) for name in names)

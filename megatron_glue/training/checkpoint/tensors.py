@@ -38,6 +38,7 @@ from megatron_glue.training.checkpoint.index import SavedSlice, SavedTensor
 from megatron_glue.training.checkpoint.parts import GlobalTensor, Part
 
 SLICES_SUFFIX = ".distcp"
+DCP_METADATA_NAME = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -128,12 +129,13 @@ class _HashedStream:
         self._raw = raw
         self.digest = hashlib.sha256()
         self.num_bytes = 0
-        self.failure: OSError | None = None
+        self.failure: BaseException | None = None
 
     def write(self, data: Any) -> int:
         try:
             self._raw.write(data)
-        except OSError as error:
+        except BaseException as error:
+            # Also Ctrl-C: torch, which stands in between, reports a file that is inconsistent.
             self.failure = self.failure or error
             raise
         self.digest.update(data)

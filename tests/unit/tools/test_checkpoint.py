@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import rewrite
 from megatron_glue.training.checkpoint.files import CheckpointError
 from tests.support.programs import load_program
 from tests.support.toy_run import Run
@@ -69,6 +72,65 @@ def test_reshard_and_average(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         tool.main(["reshard", str(root), str(tmp_path / "x"), "--num-shards", "0"])
     capsys.readouterr()
+
+
+def test_verify_all_tells_of_each(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = root / "step_00000001/__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert tool.main(["verify", str(root), "--all"]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{root}/step_00000001: damaged. {shard}: damaged, ")
+    assert second.startswith(f"{root}/step_00000002: good. Step 2, ")
+    assert tool.main(["verify", str(root), "--all", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert [found["step"] for found in result["verified"]] == [2]
+    assert [found["checkpoint"] for found in result["damaged"]] == [f"{root}/step_00000001"]
+
+
+def test_an_average_of_more_than_there_are_is_refused(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["average", str(root), "--last", "3", "--output", str(tmp_path / "mean")]
+    assert tool.main(words) == 2
+    assert capsys.readouterr().err == (f"error: --last=3: {root} holds 2 checkpoints; ask for no more than there are\n")
+    assert not (tmp_path / "mean").exists()
+    steps = [str(root / f"step_0000000{step}") for step in (1, 2)]
+    assert tool.main(["average", *steps, "--last", "3", "--output", str(tmp_path / "mean")]) == 0
+
+
+def test_one_is_told_as_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["info", str(root)]) == 0
+    out = capsys.readouterr().out
+    assert ", 1 rank: dp 1" in out
+    assert "rng: 1 tensor, " in out
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "line"),
+    [(signal.SIGINT, 130, "error: interrupted"), (signal.SIGTERM, 143, "error: terminated")],
+)
+@pytest.mark.parametrize("place", ["read_tensor", "write_parts", "finish_folder"])
+def test_an_interrupted_tool_leaves_nothing_and_says_one_line(
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    sent: signal.Signals,
+    code: int,
+    line: str,
+    place: str,
+) -> None:
+    real = getattr(rewrite, place)
+
+    def interrupted(*arguments: object) -> object:
+        assert (tmp_path / "copy.incomplete").is_dir()
+        os.kill(os.getpid(), sent)
+        return real(*arguments)
+
+    monkeypatch.setattr(rewrite, place, interrupted)
+    assert tool.main(["reshard", str(root), str(tmp_path / "copy")]) == code
+    assert capsys.readouterr().err.splitlines() == [line]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def change_json(root: Path, name: str, change: Callable[[Any], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_a_rewritten_checkpoint_holds_the_same_bits_and_can_be_loaded(tmp_path: 
     files = {part.relative_path for saved in copy.index.values() for part in saved.slices}
     assert files == {f"__{number}_0.distcp" for number in range(min(num_shards, len(source.index)))}
     assert told[-1][0] == told[-1][1] == sum(saved.num_bytes for saved in source.index.values())
-    assert copy.facts["origin"] == {"resharded_from": str(source.path), "files": num_shards}
+    assert copy.facts["origin"] == {"resharded_from": str(source.path), "files": len(files)}
     assert {**copy.facts, "origin": None} == {**source.facts, "origin": None}
 
     other = Run(tmp_path / "run", seed=5)
@@ -61,6 +62,13 @@ def test_files_are_about_as_large_as_each_other() -> None:
     loads = [sum(index[name].num_bytes for name in shard) for shard in shards]
     assert max(loads) - min(loads) <= 4 * 4
     assert shards_of({"a": index["1"]}, 3) == [["a"]]
+
+
+def test_dealing_costs_what_the_tensors_cost_however_many_files_are_asked_for() -> None:
+    index = {str(i): SavedTensor(torch.float32, (i,), ()) for i in range(1, 20_000)}
+    start = time.perf_counter()
+    assert len(shards_of(index, 10**15)) == len(index)
+    assert time.perf_counter() - start < 10, "not proportional to tensors times files"
 
 
 def test_memory_is_that_of_a_tensor_and_not_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +156,30 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_others_keep_where_it_would_be_written_is_refused(tmp_path: Path, kind: str) -> None:
+    (source,) = saved(tmp_path / "run", 1)
+    mine, taken = tmp_path / "mine", tmp_path / "copy.incomplete"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    if kind == "link":
+        taken.symlink_to(mine)
+    else:
+        (mine if kind == "folder" else mine / "notes.txt").rename(taken)
+    with pytest.raises(
+        ConfigError, match=r"DESTINATION=.*copy: it would be written to .*copy\.incomplete, which holds"
+    ):
+        reshard(source, tmp_path / "copy")
+    kept = {"folder": taken / "notes.txt", "file": taken, "link": mine / "notes.txt"}[kind]
+    assert kept.read_text() == "mine"
+
+
+def test_what_a_killed_rewrite_left_is_no_obstacle(tmp_path: Path) -> None:
+    (source,) = saved(tmp_path / "run", 1)
+    reshard(source, tmp_path / "copy", 3)
+    (tmp_path / "copy").rename(tmp_path / "copy.incomplete")
+    reshard(source, tmp_path / "copy", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "run"]
+    verify(tmp_path / "copy")

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.index import SavedTensor, merge_tensors
 from megatron_glue.training.checkpoint.parts import GlobalTensor, Part
@@ -185,3 +186,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / slice_file(0)).unlink()
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: No such file"):
         read_parts(tmp_path, index, {"model.int64": target("model.int64")})
+
+
+def test_an_interrupt_inside_torch_s_writer_stays_one() -> None:
+    class Interrupted:
+        def write(self, _data: object) -> int:
+            raise KeyboardInterrupt
+
+    part = NamedPart("a", (3,), GlobalTensor.whole(torch.zeros(3)).parts[0])
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint_tensors._write_parts(checkpoint_tensors._HashedStream(Interrupted()), "file", [part])
