@@ -182,6 +182,11 @@ def _run_job(argv: list[str], world_size: int, log_path: str) -> None:
 
 def _run_rank(argv: list[str]) -> int:
     """One rank, as the entry points begin it."""
+    # A forked rank has inherited the agent's handlers. They run between two lines of Python, so a rank that waits for
+    # its peers inside gloo would outlive SIGTERM by half a minute; one that torchrun starts dies at once.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     prepare_process()
     code = main(GPT_DEFAULTS, argv)
     if code:
