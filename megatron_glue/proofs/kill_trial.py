@@ -85,7 +85,7 @@ class Round:
         plan: What was planned.
         resumed_from: Step that the job said it resumed from; ``None`` if it was killed before.
         published: Newest published step after the kill; -1 for none.
-        unfinished: Whether an unpublished folder was left.
+        unfinished: Whether it left an unpublished folder.
         end_seconds: Time until all processes had ended.
         seconds: Wall time of the round.
         failures: What went wrong, a line each.
@@ -251,7 +251,7 @@ class KillTrial:
                 result.failures.append(f"{ran_on} for {result.end_seconds:.0f} s")
         finally:
             job.end()
-        self._inspect(result, job, published_before)
+        self._inspect(result, job, published_before, start_ns)
         result.seconds = time.monotonic() - start
         return result
 
@@ -264,8 +264,9 @@ class KillTrial:
                     found.append(path.name)
         return found
 
-    def _inspect(self, result: Round, job: LocalJob, published_before: int) -> None:
-        """Look at what the kill has left."""
+    def _inspect(self, result: Round, job: LocalJob, published_before: int, start_ns: int) -> None:
+        """Look at what the kill has left. An unpublished folder of an earlier round is not this round's."""
+        result.unfinished = bool(self._saves_since(start_ns))
         steps = published_steps(self._root)
         for step in steps:
             try:
@@ -277,7 +278,6 @@ class KillTrial:
         if steps and (chosen := latest_step(self._root)) != result.published:
             resumed = f"the next start would resume from step {chosen}"
             result.failures.append(f"step {result.published} is published, {resumed}")
-        result.unfinished = any(self._root.glob(f"*{INCOMPLETE_SUFFIX}"))
         if result.published < published_before:
             result.failures.append(f"step {result.published} is newest, step {published_before} was published before")
         if resumed := RESUMED.search(job.log()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,10 +63,10 @@ def test_a_folder_belongs_to_one_trial(tmp_path: Path) -> None:
         trial_in(tmp_path, seed=1)
 
 
-def inspect(folder: Path, log: str, published_before: int) -> Round:
+def inspect(folder: Path, log: str, published_before: int, start_ns: int = 0) -> Round:
     result = Round(Plan.draw(0, 0, TWO))
     job: Any = SimpleNamespace(log=lambda: log)
-    trial_in(folder)._inspect(result, job, published_before)
+    trial_in(folder)._inspect(result, job, published_before, start_ns)
     return result
 
 
@@ -78,6 +79,7 @@ def test_a_sound_folder_passes(tmp_path: Path) -> None:
     (tmp_path / "run/step_00000012.incomplete").mkdir()
     result = inspect(tmp_path, RESUMED, 4)
     assert (result.failures, result.published, result.resumed_from, result.unfinished) == ([], 8, 4, True)
+    assert not inspect(tmp_path, RESUMED, 4, time.time_ns()).unfinished, "an earlier round left it"
 
 
 def test_a_run_that_was_killed_before_its_first_step_passes(tmp_path: Path) -> None:
