@@ -15,25 +15,12 @@ import pytest
 
 from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from tests.support.cases import write_corpus
-from tests.support.job import RankEnd, run_job
+from tests.support.job import SMALL_FLAGS, RankEnd, run_job
 
 FLAGS = [
-    *(
-        "--num-layers",
-        "1",
-        "--hidden-size",
-        "32",
-        "--num-attention-heads",
-        "2",
-        "--seq-length",
-        "64",
-        "--device",
-        "cpu",
-    ),
-    *("--num-experts", "2", "--moe-ffn-hidden-size", "16", "--moe-router-enable-expert-bias", "--log-interval", "2"),
-    *("--global-batch-size", "2", "--heldout-fraction", "0.2", "--eval-iters", "1", "--eval-interval", "0"),
-    *("--sample-tokens", "0", "--hidden-dropout", "0.1", "--data-path", "corpus.jsonl", "--lr-warmup-iters", "2"),
-    *("--summary-path", "summary.json", "--keep-last", "3"),
+    *SMALL_FLAGS,
+    *("--num-layers", "1", "--num-experts", "2", "--moe-router-enable-expert-bias", "--global-batch-size", "2"),
+    *("--lr-warmup-iters", "2", "--log-interval", "2", "--keep-last", "3"),
 ]
 
 

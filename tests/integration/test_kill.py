@@ -18,26 +18,13 @@ from megatron_glue.training import loop
 from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from megatron_glue.training.checkpoint.files import latest_step
 from tests.support.cases import write_corpus
-from tests.support.job import RankEnd, kill_self, run_job
+from tests.support.job import SMALL_FLAGS, RankEnd, kill_self, run_job
 
 WORLD_SIZE = 2
 FLAGS = [
-    *(
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "32",
-        "--num-attention-heads",
-        "2",
-        "--seq-length",
-        "64",
-        "--device",
-        "cpu",
-    ),
-    *("--num-experts", "4", "--moe-ffn-hidden-size", "16", "--expert-model-parallel-size", "2"),
-    *("--global-batch-size", "4", "--heldout-fraction", "0.2", "--eval-iters", "1", "--eval-interval", "0"),
-    *("--sample-tokens", "0", "--hidden-dropout", "0.1", "--data-path", "corpus.jsonl"),
-    *("--train-iters", "6", "--save-interval", "2", "--save", "run", "--summary-path", "summary.json"),
+    *SMALL_FLAGS,
+    *("--num-layers", "2", "--num-experts", "4", "--expert-model-parallel-size", "2", "--global-batch-size", "4"),
+    *("--train-iters", "6", "--save-interval", "2", "--save", "run"),
 ]
 KILL_STEP = 5
 """Counted from 1; step 4 has been saved."""

@@ -19,6 +19,13 @@ from pathlib import Path
 import torch
 
 TIMEOUT_S = 90
+SMALL_FLAGS = [
+    *("--hidden-size", "32", "--num-attention-heads", "2", "--moe-ffn-hidden-size", "16", "--hidden-dropout", "0.1"),
+    *("--data-path", "corpus.jsonl", "--seq-length", "64", "--heldout-fraction", "0.2"),
+    *("--device", "cpu", "--eval-iters", "1", "--eval-interval", "0", "--sample-tokens", "0"),
+    *("--summary-path", "summary.json"),
+]
+"""A model that trains in moments; layers, experts, batch and saves are for the test to choose, and so is the corpus."""
 Trap = Callable[[int], None]
 
 

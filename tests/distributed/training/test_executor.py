@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_glue.config.sections import RunConfig
-from megatron_glue.parallel.gather import gather_full_parameters
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.parallel.pipeline import splits_backward_of_functions
-from megatron_glue.training.evaluation import evaluate
-from megatron_glue.training.generation import SamplingPlan, sample_continuation
-from megatron_glue.training.session import build_session
-from megatron_glue.training.step import accumulate_gradients, train_step
+from megatron_glue.training.session import Session
 from tests.support.cases import small_config, write_corpus
-from tests.support.processes import run_distributed
-from tests.support.tolerances import assert_close
+from tests.support.layout_runs import (
+    LayoutRuns,
+    Report,
+    assert_answers_as_one_process,
+    assert_same_as_one_process,
+    dp_size_of,
+    evaluate_and_sample,
+    observe_session,
+    train_steps,
+)
 
-CPU = torch.device("cpu")
 NUM_LAYERS = 4
 # A stage of dense layers and one of MoE layers (F81); with four stages, two of each.
 MIXED = {"moe_layer_freq": (0, 0, 1, 1), "moe_router_enable_expert_bias": True}
@@ -62,6 +63,9 @@ CASES: dict[str, Case] = {
     "tp": (4, "tied", PP2 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
     "cp": (4, "tied", PP2 | {"context_parallel_size": 2}, {}),
 }
+DOUBLE_BUFFERED = [name for name in CASES if name.endswith(" double buffer")]
+PLAIN_OF = {name: plain for name in DOUBLE_BUFFERED if (plain := name.removesuffix(" double buffer")) in CASES}
+SHARDED = [name for name in CASES if name.startswith("fsdp2")]
 
 
 def configured(corpus: str, case: Case) -> RunConfig:
@@ -70,9 +74,8 @@ def configured(corpus: str, case: Case) -> RunConfig:
     for name, values in extra.items():
         sections.setdefault(name, {}).update(values)
     sections.setdefault("model", {}).setdefault("num_layers", NUM_LAYERS)
-    axes = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
-    dp_size = world_size // math.prod(parallel.get(axis, 1) for axis in axes)
-    sections.setdefault("training", {}).update({"global_batch_size": 8, "eval_iters": 4 // dp_size})
+    eval_iters = 4 // dp_size_of(world_size, parallel)
+    sections.setdefault("training", {}).update({"global_batch_size": 8, "eval_iters": eval_iters})
     return small_config(
         corpus,
         parallel=parallel,
@@ -83,56 +86,12 @@ def configured(corpus: str, case: Case) -> RunConfig:
     )
 
 
-def observe(config: RunConfig, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
-    """Gradients of step 0; then two whole steps from the same start, an evaluation and a sample."""
-    session = build_session(config, mesh, CPU, folder)
-    loss = accumulate_gradients(session) / session.data.loader.step_label_tokens
-    gradients = session.engine.full_gradients()
-    session.close()
-    session = build_session(config, mesh, CPU, folder)
-    for _ in range(2):
-        session.metrics.add(train_step(session), 0.0)
-    session.metrics.flush(session.host_reader, mesh.world_group)
-    weights = gather_full_parameters(session.engine.model, mesh)
-    builds, micro_batches = session.built.metadata_cache.builds, session.num_micro_batches
-    heldout = evaluate(session.built.model, session.executor, session.data.eval_batches(CPU), mesh)
-    session.built.model.eval()
-    tokens = sample_continuation(session.executor.next_logits, [100, 101, 102], SamplingPlan(6, 8), CPU, mesh)
-    is_sharded = all(isinstance(param, DTensor) for param in session.engine.model.parameters())
-    # Training goes on after an evaluation and a sample.
-    session.built.model.train()
-    session.metrics.add(train_step(session), 0.0)
-    session.metrics.flush(session.host_reader, mesh.world_group)
-    session.close()
-    metrics = session.metrics
-    return {
-        "is_sharded": is_sharded,
-        "loss": loss,
-        "gradients": gradients,
-        "losses": torch.tensor(metrics.losses),
-        "grad_norms": torch.tensor(metrics.grad_norms),
-        "expert_counts": torch.tensor(metrics.expert_counts),
-        "aux_losses": torch.tensor(metrics.aux_losses),
-        "weights": weights,
-        "biases": {
-            layer: router.expert_bias_E.clone()
-            for layer, router in session.built.routers.items()
-            if router.expert_bias_E is not None
-        },
-        "heldout": heldout,
-        "tokens": tokens,
-        "builds": builds,
-        "micro_batches": micro_batches,
-    }
-
-
-def observe_cases(rank: int, world_size: int, corpus: str, names: list[str]) -> dict[str, Any]:
-    found = {}
-    for name in names:
-        config = configured(corpus, CASES[name])
-        mesh = ParallelMesh.build(config.parallel, "cpu")
-        found[name] = observe(config, mesh, Path(corpus).parent / f"{name}-{rank}")
-    return found
+def go_on(session: Session) -> Report:
+    """An evaluation and a sample, and a third step to show that training goes on after them."""
+    report = evaluate_and_sample(session)
+    report["is_sharded"] = all(isinstance(param, DTensor) for param in session.engine.model.parameters())
+    train_steps(session, 1)
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -141,56 +100,44 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(corpus: str) -> dict[str, dict[str, Any]]:
+def one_process(corpus: str) -> dict[str, Report]:
     """What one process computes, by model."""
     folder = Path(corpus).parent
-    return {model: observe(configured(corpus, (1, model, {}, {})), ParallelMesh(), folder) for model in MODELS}
+    return {
+        model: observe_session(configured(corpus, (1, model, {}, {})), ParallelMesh(), folder, go_on)
+        for model in MODELS
+    }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def observed(corpus: str, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
-    """What each rank computes, by case, of all cases with this many ranks."""
-    can_split = splits_backward_of_functions()
-    names = [name for name, case in CASES.items() if case[0] == request.param and (can_split or "zb" not in name)]
-    ranks = run_distributed(observe_cases, request.param, corpus, names, timeout_s=400.0, collective_timeout_s=60.0)
-    return {name: [of_rank[name] for of_rank in ranks] for name in names}
+@pytest.fixture(scope="module")
+def runs(corpus: str) -> LayoutRuns:
+    cases = {name: (case[0], configured(corpus, case)) for name, case in CASES.items()}
+    return LayoutRuns(cases, Path(corpus).parent, go_on)
 
 
+@pytest.mark.parametrize("name", CASES)
 def test_every_layout_computes_what_one_process_does(
-    observed: dict[str, list[dict[str, Any]]], whole: dict[str, dict[str, Any]]
+    name: str, runs: LayoutRuns, one_process: dict[str, Report]
 ) -> None:
-    for name, ranks in observed.items():
-        expected = whole[CASES[name][1]]
-        assert sum(actual["loss"] for actual in ranks) == pytest.approx(float(expected["loss"]), rel=1e-6), name
-        for actual in ranks:
-            for kind in ("gradients", "weights"):
-                assert actual[kind].keys() == expected[kind].keys(), name
-                for tensor_name, tensor in expected[kind].items():
-                    assert_close(actual[kind][tensor_name], tensor, what=f"{name}: {kind} {tensor_name}")
-            for kind in ("losses", "grad_norms", "aux_losses"):
-                assert_close(actual[kind], expected[kind], what=f"{name}: {kind}")
-            assert_close(actual["heldout"], expected["heldout"], what=f"{name}: held-out loss")
-            assert torch.equal(actual["expert_counts"], expected["expert_counts"]), name
-            assert actual["tokens"] == expected["tokens"], name
-        biases = {layer: bias for actual in ranks for layer, bias in actual["biases"].items()}
-        assert biases.keys() == expected["biases"].keys(), name
-        for layer, bias in expected["biases"].items():
-            assert torch.equal(biases[layer], bias), f"{name}: bias of layer {layer}"
+    reports, expected = runs.reports(name), one_process[CASES[name][1]]
+    assert_same_as_one_process(reports, expected, name)
+    assert_answers_as_one_process(reports, expected, name)
 
 
-def test_offload_changes_no_bit_and_metadata_is_built_once_per_micro_batch(
-    observed: dict[str, list[dict[str, Any]]],
-) -> None:
-    for name, ranks in observed.items():
-        if not name.endswith("double buffer"):
-            continue
-        for actual in ranks:
-            assert actual["builds"] == actual["micro_batches"] > 0, name
-        for actual, plain in zip(ranks, observed.get(name.removesuffix(" double buffer"), []), strict=False):
-            assert all(torch.equal(actual["gradients"][key], grad) for key, grad in plain["gradients"].items()), name
+@pytest.mark.parametrize("name", DOUBLE_BUFFERED)
+def test_metadata_is_built_once_per_micro_batch(name: str, runs: LayoutRuns) -> None:
+    for report in runs.reports(name):
+        assert report["builds"] == report["micro_batches"] > 0
 
 
-def test_weights_are_sharded_again_after_evaluation_and_sampling(observed: dict[str, list[dict[str, Any]]]) -> None:
-    for name, ranks in observed.items():
-        if name.startswith("fsdp2"):
-            assert all(actual["is_sharded"] for actual in ranks), name
+@pytest.mark.parametrize("name", PLAIN_OF)
+def test_offload_changes_no_bit(name: str, runs: LayoutRuns) -> None:
+    for report, plain in zip(runs.reports(name), runs.reports(PLAIN_OF[name]), strict=True):
+        assert report["gradients"].keys() == plain["gradients"].keys()
+        for parameter, gradient in plain["gradients"].items():
+            assert torch.equal(report["gradients"][parameter], gradient), parameter
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_weights_are_sharded_again_after_evaluation_and_sampling(name: str, runs: LayoutRuns) -> None:
+    assert all(report["is_sharded"] for report in runs.reports(name))

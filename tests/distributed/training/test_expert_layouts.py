@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_glue.config.sections import RunConfig
-from megatron_glue.parallel.gather import differing_replicas, gather_full_gradients, gather_full_parameters
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.training.session import build_session
-from megatron_glue.training.step import accumulate_gradients, train_step
 from tests.support.cases import small_config, write_corpus
-from tests.support.processes import run_distributed
-from tests.support.tolerances import assert_close
+from tests.support.layout_runs import (
+    ADAM_TOLERANCE,
+    LayoutRuns,
+    Report,
+    assert_same_as_one_process,
+    observe_session,
+)
 
-CPU = torch.device("cpu")
 MODEL = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "qk_layernorm": True}
 MOE = {
     "moe_shared_expert_intermediate_size": 24,
@@ -65,70 +65,24 @@ def config_of(corpus: str, parallel: dict[str, Any], moe: dict[str, Any], traini
     return small_config(corpus, parallel=parallel, moe=MOE | moe, training=training, model=MODEL, data=data)
 
 
-def run_layout(
-    rank: int, world_size: int, corpus: str, parallel: dict[str, Any], moe: dict[str, Any], training: dict[str, Any]
-) -> dict[str, Any]:
-    """Gradients of step 0, then two whole steps from the same start."""
-    torch.set_num_threads(1)
-    config = config_of(corpus, parallel, moe, training)
-    mesh = ParallelMesh.build(config.parallel, "cpu", config.model.num_kv_heads)
-    folder = Path(corpus).parent / f"offload-{world_size}-{rank}"
-    session = build_session(config, mesh, CPU, folder)
-    loss = accumulate_gradients(session) / session.data.loader.step_label_tokens
-    gradients = gather_full_gradients(session.engine.module, mesh)
-    session.close()
-    session = build_session(config, mesh, CPU, folder)
-    for _ in range(2):
-        session.metrics.add(train_step(session), 0.0)
-    session.metrics.flush(session.host_reader, mesh.world_group)
-    # F75: what several ranks hold, routers above all, is the same to the bit.
-    assert differing_replicas(session.engine.module, mesh) == []
-    biases = {
-        str(layer): router.expert_bias_E
-        for layer, router in session.built.routers.items()
-        if router.expert_bias_E is not None
-    }
-    session.close()
-    return {
-        "loss": loss,
-        "gradients": gradients,
-        "losses": torch.tensor(session.metrics.losses),
-        "grad_norms": torch.tensor(session.metrics.grad_norms),
-        "expert_counts": torch.tensor(session.metrics.expert_counts),
-        "aux_losses": torch.tensor(session.metrics.aux_losses),
-        "weights": gather_full_parameters(session.engine.module, mesh),
-        "biases": biases,
-    }
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_corpus(tmp_path_factory.mktemp("layouts") / "corpus.jsonl"))
 
 
 @pytest.fixture(scope="module")
-def one_process(corpus: str) -> dict[str, Any]:
-    return run_layout(0, 1, corpus, {}, {}, {})
+def one_process(corpus: str) -> Report:
+    report = observe_session(config_of(corpus, {}, {}, {}), ParallelMesh(), Path(corpus).parent)
+    assert report["biases"], "there must be some to compare"
+    return report
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: str) -> LayoutRuns:
+    cases = {name: (world_size, config_of(corpus, *sections)) for name, (world_size, *sections) in LAYOUTS.items()}
+    return LayoutRuns(cases, Path(corpus).parent)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_f73_a_model_with_folded_experts_equals_one_process(
-    name: str, corpus: str, one_process: dict[str, Any]
-) -> None:
-    world_size, parallel, moe, training = LAYOUTS[name]
-    results = run_distributed(run_layout, world_size, corpus, parallel, moe, training)
-    loss = torch.stack([result["loss"] for result in results]).sum()
-    assert_close(loss, one_process["loss"], what="first-step loss")
-    for result in results:
-        assert result["gradients"].keys() == one_process["gradients"].keys()
-        for weight, expected in one_process["gradients"].items():
-            assert_close(result["gradients"][weight], expected, what=f"gradient of {weight}")
-        for numbers in ("losses", "grad_norms", "aux_losses"):
-            assert_close(result[numbers], one_process[numbers], what=numbers)
-        assert torch.equal(result["expert_counts"], one_process["expert_counts"])
-        # F68: once per step, by the counts of all ranks.
-        for layer, bias_E in result["biases"].items():
-            assert bias_E.any()
-            assert torch.equal(bias_E, one_process["biases"][layer]), f"bias of layer {layer}"
-        for weight, expected in one_process["weights"].items():
-            assert_close(result["weights"][weight], expected, what=f"weight {weight} after two steps", tolerance=1e-4)
+def test_f73_a_model_with_folded_experts_equals_one_process(name: str, runs: LayoutRuns, one_process: Report) -> None:
+    assert_same_as_one_process(runs.reports(name), one_process, name, ADAM_TOLERANCE)
