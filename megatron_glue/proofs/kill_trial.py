@@ -122,8 +122,8 @@ class TrialSettings:
 
     @property
     def num_steps(self) -> int:
-        """Steps of a run that is long enough to be killed so often: a round rarely gets past more than one save."""
-        return self.num_kills * SAVE_INTERVAL + 40
+        """Steps of a run that is long enough to be killed so often: most rounds end less than a window further on."""
+        return self.num_kills * WINDOW_STEPS + 40
 
 
 class KillTrial:

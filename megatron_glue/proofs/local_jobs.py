@@ -14,9 +14,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -89,8 +91,11 @@ class LocalJob:
                 self._root = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)  # noqa: S603
         else:
             context = multiprocessing.get_context("forkserver")
-            self._root = context.Process(target=_run_job, args=(list(argv), world_size, str(log_path)))
+            # The job holds one end and this process the other: when this process dies, the job ends with it.
+            job_end, self._own_end = context.Pipe(duplex=False)
+            self._root = context.Process(target=_run_job, args=(list(argv), world_size, str(log_path), job_end))
             self._root.start()
+            job_end.close()
         assert self._root.pid is not None
         self.launcher = _identify(self._root.pid)
 
@@ -158,8 +163,9 @@ def _command(world_size: int) -> list[str]:
     return [sys.executable, *launcher, str(ENTRY_POINT)]
 
 
-def _run_job(argv: list[str], world_size: int, log_path: str) -> None:
+def _run_job(argv: list[str], world_size: int, log_path: str, tool: Connection) -> None:
     """First process of a warm job."""
+    threading.Thread(target=_end_with, args=(tool,), daemon=True).start()
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -178,6 +184,13 @@ def _run_job(argv: list[str], world_size: int, log_path: str) -> None:
         start_method="fork",
     )
     elastic_launch(config, _run_rank)(argv)
+
+
+def _end_with(tool: Connection) -> None:
+    """Die when the tool has died; it never sends anything. The forkserver would keep its processes alive."""
+    with contextlib.suppress(EOFError, OSError):
+        tool.recv_bytes()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run_rank(argv: list[str]) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_glue.proofs.local_jobs import LocalJob, wait_until
+from megatron_glue.proofs.local_jobs import LocalJob, ProcessId, wait_until
 from tests.support.cases import write_corpus
+from tests.support.commands import ROOT, environment
 
 SMALL = [
     *(
@@ -83,3 +85,27 @@ def test_the_death_of_one_process_ends_all(victim: str, tmp_path: Path) -> None:
         assert job.exit_code == (-signal.SIGKILL if victim == "launcher" else 1)
     finally:
         job.end()
+
+
+def hold_a_job(folder: str) -> None:
+    """A tool that starts a job, notes its processes and waits."""
+    job = start(Path(folder), 2, 100_000)
+    wait_until(lambda: len(job.ranks()) == 2 and "iteration" in job.log(), 60)
+    text = " ".join(f"{process.pid}:{process.start_ticks}" for process in job.processes())
+    (Path(folder) / "noted").write_text(text)
+    (Path(folder) / "noted").rename(Path(folder) / "processes")
+    signal.pause()
+
+
+def test_a_job_ends_with_the_tool_however_that_ends(tmp_path: Path) -> None:
+    code = f"from tests.distributed.proofs import test_local_jobs as t; t.hold_a_job({str(tmp_path)!r})"
+    tool = subprocess.Popen([sys.executable, "-c", code], env=environment(), cwd=ROOT)
+    try:
+        assert wait_until((tmp_path / "processes").exists, 90)
+    finally:
+        tool.kill()
+        tool.wait()
+    noted = [entry.split(":") for entry in (tmp_path / "processes").read_text().split()]
+    processes = [ProcessId(int(pid), int(ticks)) for pid, ticks in noted]
+    assert len(processes) == 3
+    assert wait_until(lambda: not any(process.is_alive for process in processes), 30)
