@@ -120,7 +120,7 @@ class LocalJob:
         return self.log_path.read_text(encoding="utf-8", errors="replace") if self.log_path.exists() else ""
 
     def wait(self, timeout_s: float) -> list[ProcessId]:
-        """Wait until no process of the job runs.
+        """Wait until no process of the job runs and the exit code of the first is known.
 
         Args:
             timeout_s: Longest wait.
@@ -128,7 +128,10 @@ class LocalJob:
         Returns:
             What still runs then; empty if all have ended.
         """
-        wait_until(lambda: not any(process.is_alive for process in self.processes()), timeout_s)
+        # The forkserver tells the code some time after the process has ended.
+        wait_until(
+            lambda: not any(process.is_alive for process in self.processes()) and self.exit_code is not None, timeout_s
+        )
         return [process for process in self.processes() if process.is_alive]
 
     def end(self) -> None:
