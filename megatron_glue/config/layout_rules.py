@@ -28,7 +28,7 @@ def world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[Config
         parallel: The configured sizes.
         world_size: Number of ranks.
     """
-    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    split = parallel.ranks_per_replica
     if world_size % split:
         axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         given = " x ".join(f"{flag_of(axis)} {getattr(parallel, axis)}" for axis in axes if getattr(parallel, axis) > 1)
@@ -73,7 +73,7 @@ def world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[Config
 def _world(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
     parallel, training = config.parallel, config.training
     yield from world_problems(parallel, world_size)
-    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    split = parallel.ranks_per_replica
     if world_size % split:
         return
     dp_size = world_size // split

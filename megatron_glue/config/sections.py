@@ -181,6 +181,11 @@ class ParallelConfig(Section):
     )
     distributed_timeout_minutes: PositiveInt = option(10, "Longest wait for another rank, in minutes.")
 
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that work on the same packs: tensor x pipeline x context parallel size."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
 
 class DataConfig(Section):
     """Documents, tokenizer and packing."""

@@ -156,7 +156,7 @@ def schedule_problems(config: RunConfig, world_size: int) -> Iterator[ConfigErro
             "computes the gradients of activations and weights in two passes, and recomputed blocks allow one",
             "turn recompute and offload (--double-buffer-ckpt) off, or use 1f1b or interleaved",
         )
-    split = parallel.tensor_model_parallel_size * num_ranks * parallel.context_parallel_size
+    split = parallel.ranks_per_replica
     packs = training.micro_batch_size * (world_size // split)
     if world_size % split or training.global_batch_size % packs:
         return

@@ -329,7 +329,7 @@ def axis_sizes_of(
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp_size, etp_size = parallel.context_parallel_size, parallel.expert_tensor_parallel_size
     ep_size, replicas = parallel.expert_model_parallel_size, parallel.num_distributed_optimizer_instances
-    dp_size, stage_size = world_size // (tp_size * pp_size * cp_size), world_size // pp_size
+    dp_size, stage_size = world_size // parallel.ranks_per_replica, world_size // pp_size
     kv_split = min(tp_size, num_kv_heads or tp_size)
     if tp_size % kv_split:
         raise ConfigError(
