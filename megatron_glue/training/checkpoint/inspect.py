@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import files
 from megatron_glue.training.checkpoint.index import SavedTensor
 from megatron_glue.training.checkpoint.store import read_facts_and_index
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import files
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.index import INDEX_NAME, SavedTensor, merge_tensors
 from megatron_glue.training.checkpoint.inspect import OpenCheckpoint, Progress, no_progress

@@ -18,7 +18,7 @@ from megatron_glue.config.fields import field_specs, flag_of, value_to_word
 from megatron_glue.config.loading import as_dict
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.parallel.collectives import gather_rows
-from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import files
 from megatron_glue.training.checkpoint.facts import damage_named
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.state import LoadedCheckpoint, TrainingState

@@ -13,9 +13,8 @@ from typing import Any
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import files, tensors
 from megatron_glue.training.checkpoint import state as contents
-from megatron_glue.training.checkpoint import tensors
 from megatron_glue.training.checkpoint.facts import check_facts, damage_named
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.index import INDEX_NAME, SavedTensor, check_experts, check_files, read_index

@@ -18,9 +18,8 @@ from typing import Any
 
 from megatron_glue.config.yaml_files import to_yaml
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import files, tensors
 from megatron_glue.training.checkpoint import state as contents
-from megatron_glue.training.checkpoint import tensors
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.index import (
     SavedTensor,

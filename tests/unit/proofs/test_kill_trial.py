@@ -13,7 +13,7 @@ import pytest
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.proofs.kill_trial import MOMENTS, KillTrial, Plan, Round, TrialSettings
 from megatron_glue.proofs.layouts import Layout
-from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import files
 
 TWO = Layout("two", 2)
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_glue.training.checkpoint import files as files
-from megatron_glue.training.checkpoint import rewrite
+from megatron_glue.training.checkpoint import files, rewrite
 from megatron_glue.training.checkpoint.files import CheckpointError
 from tests.support.programs import load_program
 from tests.support.toy_run import Run

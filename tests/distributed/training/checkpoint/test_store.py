@@ -21,9 +21,8 @@ from megatron_glue.parallel.gather import gather_full_parameters
 from megatron_glue.parallel.grad_norm import global_grad_norm
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import Precision
-from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import files, sharing
 from megatron_glue.training.checkpoint import index as checkpoint_index
-from megatron_glue.training.checkpoint import sharing as sharing
 from megatron_glue.training.checkpoint import state as checkpoint_state
 from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from megatron_glue.training.checkpoint.store import CheckpointError, CheckpointStore, TrainingState

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import files
 from megatron_glue.training.checkpoint.files import CheckpointError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import files
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.inspect import describe_checkpoint, find_checkpoints, open_checkpoint, verify
 from tests.support.toy_run import Run

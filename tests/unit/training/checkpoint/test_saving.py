@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_glue.training.checkpoint import files as files
+from megatron_glue.training.checkpoint import files
 from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.saving import RunSaver
