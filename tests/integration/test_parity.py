@@ -62,7 +62,7 @@ layouts:
 
 def test_a_row_that_hangs_is_ended_and_the_rest_go_on(tmp_path: Path) -> None:
     layouts = "layouts: [{name: a, world_size: 2}, {name: b, world_size: 1}]"
-    outcome = parity(tmp_path, layouts, "--timeout-s", "0.2", "--optimisations", "off")
+    outcome = parity(tmp_path, layouts, "--timeout-s", "0.01", "--optimisations", "off")
     assert outcome.code == 1
     rows = json.loads((tmp_path / "parity.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["failed", "failed"]

@@ -1,0 +1,23 @@
+"""What every test relies on, however the suite was started."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Take SIGINT back where it is ignored, as in a suite that a shell started in the background.
+
+    An ignored signal is inherited by every process, and tests send it to themselves and to what they start.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
