@@ -27,11 +27,14 @@ from megatron_glue.backends.grouped_mm import (
     grouped_mm_torch,
     reads_offsets,
 )
+from megatron_glue.backends.grouped_mm_onednn import GroupedMMOnCpu
+from megatron_glue.backends.matmul_onednn import OnednnMatMul, is_intel_processor, why_not_onednn
 from megatron_glue.backends.norm import LayerNormKernel, RMSNormKernel, layer_norm_torch, rms_norm_cpu, rms_norm_torch
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import BackendConfig
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.ops.matmul import TORCH_MATMUL, MatMul
 
 Kernel = TypeVar("Kernel")
 
@@ -66,12 +69,14 @@ class Entry(Generic[Kernel]):
         load: Returns the kernel for these needs.
         why_not: Says why the backend cannot serve these needs, or returns an empty string.
         caveat: Says what it does less well here than elsewhere, or returns an empty string.
+        why_not_auto: Says why ``auto`` passes it over although it could serve, or returns an empty string.
     """
 
     name: str
     load: Callable[[Needs, HostReader], Kernel]
     why_not: Callable[[Needs], str]
     caveat: Callable[[Needs], str] = _nothing
+    why_not_auto: Callable[[Needs], str] = _nothing
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Backends:
         attention_layout: Layout of the metadata it takes, also its name.
         rms_norm: RMSNorm.
         layer_norm: LayerNorm.
+        matmul: Products of linear layers and of the loss.
         grouped_mm: Product of grouped rows and expert weights.
         grouping: ``numpy`` or ``torch``, for ``ops.grouping.group_tokens``.
         optimizer: ``fused`` or ``foreach``.
@@ -95,6 +101,7 @@ class Backends:
     attention_layout: str
     rms_norm: RMSNormKernel
     layer_norm: LayerNormKernel
+    matmul: MatMul
     grouped_mm: GroupedMM
     grouping: Any
     optimizer: str
@@ -150,6 +157,14 @@ def _caveat_of_grouped_mm_torch(needs: Needs) -> str:
     return "torch reads the offsets on the host except in bf16 on SM90 and SM100"
 
 
+def _why_not_onednn(needs: Needs) -> str:
+    return why_not_onednn(needs.device, needs.dtype)
+
+
+def _why_not_onednn_by_itself(_needs: Needs) -> str:
+    return "MKL is as fast on Intel's processors" if is_intel_processor() else ""
+
+
 def _why_not_numpy(needs: Needs) -> str:
     return "" if needs.device.type == "cpu" else "it would read device values"
 
@@ -169,7 +184,17 @@ _NORM: tuple[Entry[RMSNormKernel], ...] = (
     Entry("cpu", lambda *_: rms_norm_cpu, _why_not_norm_cpu),
     Entry("torch", lambda *_: rms_norm_torch, _nothing),
 )
+_MATMUL: tuple[Entry[MatMul], ...] = (
+    Entry("onednn", lambda *_: OnednnMatMul(), _why_not_onednn, why_not_auto=_why_not_onednn_by_itself),
+    Entry("torch", lambda *_: TORCH_MATMUL, _nothing),
+)
 _GROUPED_MM: tuple[Entry[GroupedMM], ...] = (
+    Entry(
+        "onednn",
+        lambda *_: GroupedMMOnCpu(OnednnMatMul()),
+        _why_not_onednn,
+        why_not_auto=_why_not_onednn_by_itself,
+    ),
     Entry("torch", _load_grouped_mm_torch, _nothing, _caveat_of_grouped_mm_torch),
     Entry("loop", lambda _, reader: GroupedMMLoop(reader), _nothing),
 )
@@ -193,7 +218,7 @@ def _choose(field: str, wanted: str, entries: tuple[Entry[Kernel], ...], needs: 
     for entry in entries:
         if wanted not in ("auto", entry.name):
             continue
-        obstacle = entry.why_not(needs)
+        obstacle = entry.why_not(needs) or (entry.why_not_auto(needs) if wanted == "auto" else "")
         if not obstacle:
             why = "; ".join(rejected) or ("configured" if wanted != "auto" else "first choice")
             return entry, "; ".join(filter(None, (why, entry.caveat(needs))))
@@ -232,6 +257,7 @@ def resolve(
     reader = host_reader or HostReader()
     attention, attention_reason = _choose("attention_backend", config.attention_backend, _ATTENTION, needs)
     norm, norm_reason = _choose("norm_backend", config.norm_backend, _NORM, needs)
+    matmul, matmul_reason = _choose("matmul_backend", config.matmul_backend, _MATMUL, needs)
     grouped_mm, grouped_mm_reason = _choose("grouped_mm_backend", config.grouped_mm_backend, _GROUPED_MM, needs)
     grouping, grouping_reason = _choose("grouping_backend", config.grouping_backend, _GROUPING, needs)
     optimizer, optimizer_reason = _choose("optimizer_backend", config.optimizer_backend, _OPTIMIZER, needs)
@@ -240,12 +266,14 @@ def resolve(
         attention_layout=attention.name,
         rms_norm=norm.load(needs, reader),
         layer_norm=layer_norm_torch,
+        matmul=matmul.load(needs, reader),
         grouped_mm=grouped_mm.load(needs, reader),
         grouping=grouping.load(needs, reader),
         optimizer=optimizer.load(needs, reader),
         choices=(
             ("attention", attention.name, attention_reason),
             ("norm", norm.name, norm_reason),
+            ("matmul", matmul.name, matmul_reason),
             ("grouped_mm", grouped_mm.name, grouped_mm_reason),
             ("grouping", grouping.name, grouping_reason),
             ("optimizer", optimizer.name, optimizer_reason),

@@ -275,10 +275,17 @@ class BackendConfig(Section):
 
     attention_backend: Literal["auto", "segments", "varlen", "flex", "dense"] = option("auto", "Packed attention.")
     norm_backend: Literal["auto", "torch", "cpu"] = option("auto", "RMSNorm and LayerNorm.")
-    grouped_mm_backend: Literal["auto", "torch", "loop"] = option("auto", "Product of grouped rows and expert weights.")
+    grouped_mm_backend: Literal["auto", "torch", "onednn", "loop"] = option(
+        "auto", "Product of grouped rows and expert weights; onednn: for fp32 on a CPU."
+    )
     grouping_backend: Literal["auto", "numpy", "torch"] = option("auto", "One-pass grouping.")
     optimizer_backend: Literal["auto", "fused", "foreach"] = option("auto", "AdamW update.")
-    cross_entropy_chunk_tokens: PositiveInt = option(1024, "Tokens whose logits exist at once.")
+    matmul_backend: Literal["auto", "torch", "onednn"] = option(
+        "auto", "Products of linear layers, experts and the loss; onednn: for fp32 on a CPU."
+    )
+    cross_entropy_chunk_tokens: PositiveInt | None = option(
+        None, "Tokens whose logits exist at once; unset: as many as make 8 MiB of logits on a CPU, 512 MiB elsewhere."
+    )
 
 
 class LoggingConfig(Section):

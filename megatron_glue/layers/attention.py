@@ -117,6 +117,7 @@ class PackedAttention(nn.Module):
         num_ranks, num_copies = (tensor_parallel.size, tensor_parallel.kv_copies) if tensor_parallel else (1, 1)
         _check_split(shape, num_ranks, num_copies)
         self._kernel = backends.attention
+        self._matmul = backends.matmul
         self._metadata_cache = metadata_cache
         metadata_cache.expect(shape.window)
         self._rotary = rotary
@@ -151,13 +152,15 @@ class PackedAttention(nn.Module):
             dropout=self._dropout(context),
         )
         out_bias_D = None if self.out_bias is None else local(self.out_bias, x_TD.dtype)
-        return row_linear(out_THC.flatten(1), local(self.out_weight, x_TD.dtype), out_bias_D, self._tensor_parallel)
+        return row_linear(
+            out_THC.flatten(1), local(self.out_weight, x_TD.dtype), out_bias_D, self._tensor_parallel, self._matmul
+        )
 
     def _project(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, H, C], k and v [T, G, C], normalised and rotated."""
         weight_GPCD = self._own_parts(local(self.qkv_weight, x_TD.dtype))
         bias = None if self.qkv_bias is None else self._own_parts(local(self.qkv_bias, x_TD.dtype)).flatten()
-        qkv = column_linear(x_TD, weight_GPCD.flatten(0, 2), bias, self._tensor_parallel)
+        qkv = column_linear(x_TD, weight_GPCD.flatten(0, 2), bias, self._tensor_parallel, self._matmul)
         qkv_TGPC = qkv.unflatten(1, weight_GPCD.shape[:3])
         angles = self._angles(context.sequence)
         if self.q_norm is None or self.k_norm is None:

@@ -19,6 +19,7 @@ from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ModelConfig
 from megatron_glue.layers.build import LayerBuild
 from megatron_glue.layers.initialisation import residual_std
+from megatron_glue.ops.matmul import TORCH_MATMUL, MatMul
 from megatron_glue.ops.swiglu import swiglu
 from megatron_glue.parallel.precision import local
 from megatron_glue.parallel.shard_spec import tensor_split
@@ -35,6 +36,7 @@ class FeedForward(nn.Module):
         gated: SwiGLU (two parts in the first product); else GELU (one).
         has_bias: Biases on both products.
         tensor_parallel: Ranks that hold the other parts of the width; ``None`` for none.
+        matmul: Computes the products.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class FeedForward(nn.Module):
         gated: bool,
         has_bias: bool,
         tensor_parallel: TensorParallel | None = None,
+        matmul: MatMul = TORCH_MATMUL,
     ) -> None:
         super().__init__()
         self._tensor_parallel = tensor_parallel
+        self._matmul = matmul
         num_parts = 2 if gated else 1
         self._gated = gated
         self.gate_up_weight = nn.Parameter(torch.empty(num_parts, ffn_size, hidden_size))
@@ -69,11 +73,13 @@ class FeedForward(nn.Module):
         """
         bias_G = None if self.gate_up_bias is None else local(self.gate_up_bias, x_TD.dtype).flatten()
         hidden_TG = column_linear(
-            x_TD, local(self.gate_up_weight, x_TD.dtype).flatten(0, 1), bias_G, self._tensor_parallel
+            x_TD, local(self.gate_up_weight, x_TD.dtype).flatten(0, 1), bias_G, self._tensor_parallel, self._matmul
         )
         hidden_TF = swiglu(hidden_TG) if self._gated else F.gelu(hidden_TG, approximate="tanh")
         down_bias_D = None if self.down_bias is None else local(self.down_bias, x_TD.dtype)
-        return row_linear(hidden_TF, local(self.down_weight, x_TD.dtype), down_bias_D, self._tensor_parallel)
+        return row_linear(
+            hidden_TF, local(self.down_weight, x_TD.dtype), down_bias_D, self._tensor_parallel, self._matmul
+        )
 
 
 def build_feed_forward(
@@ -108,6 +114,7 @@ def build_feed_forward(
         gated=model.swiglu,
         has_bias=model.add_bias_linear,
         tensor_parallel=build.tensor_parallel,
+        matmul=build.backends.matmul,
     )
     residual = residual_std(model.init_method_std, model.num_layers)
     build.place(ffn.gate_up_weight, f"{prefix}.gate_up_weight", tensor_split(1), std=model.init_method_std)

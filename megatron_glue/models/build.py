@@ -32,6 +32,7 @@ from megatron_glue.models.gpt import GPT, ModelParts, OutputConfig
 from megatron_glue.moe.build import MoEExecution, MoEPlacement, build_moe_layer
 from megatron_glue.moe.layer import MoELayer
 from megatron_glue.moe.router import Router
+from megatron_glue.ops.cross_entropy import LossChunks
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.parallel.context import context_exchange
 from megatron_glue.parallel.managed_block import ManagedBlock
@@ -157,7 +158,7 @@ class _Shared:
 
 def _build_part(shared: _Shared, layers: range, activation: ActivationManager) -> GPT:
     """The blocks of some layers, and what stands before the first and behind the last layer of the model."""
-    config, model, build = shared.config, shared.config.model, shared.build
+    model, build = shared.config.model, shared.build
     is_first, is_last = layers.start == 0, layers.stop == model.num_layers
     blocks: dict[int, nn.Module] = {}
     for layer_index in layers:
@@ -174,12 +175,23 @@ def _build_part(shared: _Shared, layers: range, activation: ActivationManager) -
         output_head=output_head,
         dropout=SeededDropout(model.hidden_dropout, -1, "embedding"),
         output=OutputConfig(
-            shared.vocab_size,
-            config.backend.cross_entropy_chunk_tokens,
+            LossChunks(shared.vocab_size, _chunk_tokens(shared), build.backends.matmul),
             shared.precision.compute_dtype,
             build.tensor_parallel,
         ),
     )
+
+
+def _chunk_tokens(shared: _Shared) -> int:
+    """Tokens whose logits exist at once; unset: as many as fit the cache of a CPU, or a small part of a GPU's memory.
+
+    It follows from the whole vocabulary, so that all layouts add the same chunks.
+    """
+    wanted = shared.config.backend.cross_entropy_chunk_tokens
+    if wanted is not None:
+        return wanted
+    logits_bytes = 8 * 2**20 if shared.place.device.type == "cpu" else 512 * 2**20
+    return max(64, logits_bytes // (4 * shared.vocab_size) // 64 * 64)
 
 
 def _sum_with_other_end(layer: TokenEmbedding | OutputHead | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_glue.layers.dropout import SeededDropout
 from megatron_glue.layers.embedding import OutputHead, TokenEmbedding
-from megatron_glue.ops.cross_entropy import linear_cross_entropy
+from megatron_glue.ops.cross_entropy import LossChunks, linear_cross_entropy
 from megatron_glue.parallel.precision import local
 from megatron_glue.parallel.tensor import TensorParallel
 from megatron_glue.parallel.vocabulary import vocab_parallel_linear_cross_entropy, vocab_parallel_logits
@@ -31,14 +31,12 @@ class OutputConfig:
     """What the output layer needs beside its weight.
 
     Attributes:
-        vocab_size: Real entries of the vocabulary; the padded ones are masked out of the loss.
-        chunk_tokens: Tokens whose logits exist at once.
+        chunks: Real entries of the vocabulary (the loss masks the padded ones out), and how the loss is computed.
         compute_dtype: Dtype of activations.
         tensor_parallel: Ranks that hold the other parts of the vocabulary; ``None`` for none.
     """
 
-    vocab_size: int
-    chunk_tokens: int
+    chunks: LossChunks
     compute_dtype: torch.dtype
     tensor_parallel: TensorParallel | None = None
 
@@ -108,10 +106,10 @@ class GPT(nn.Module):
         # In the dtype the engine keeps it in: the loss casts an fp32 master for its products, and the sum over
         # chunks that is the master's gradient arrives unrounded.
         inputs = x_TD, local(weight_VD, weight_VD.dtype), batch.labels_T
-        size, chunk, tp = output.vocab_size, output.chunk_tokens, output.tensor_parallel
+        tp = output.tensor_parallel
         if tp is None:
-            return linear_cross_entropy(*inputs, vocab_size=size, chunk_tokens=chunk)
-        return vocab_parallel_linear_cross_entropy(*inputs, vocab_size=size, chunk_tokens=chunk, tp=tp)
+            return linear_cross_entropy(*inputs, output.chunks)
+        return vocab_parallel_linear_cross_entropy(*inputs, output.chunks, tp)
 
     def activations(self, input_ids_T: Tensor, context: ForwardContext, x_TD: Tensor | None = None) -> Tensor:
         """Run this part without the output layer.
@@ -142,8 +140,8 @@ class GPT(nn.Module):
         x_TD, output = self._run(input_ids_T, context, x_TD), self.output
         weight_VD = local(self._output_weight(), x_TD.dtype)
         if output.tensor_parallel is None:
-            return (weight_VD[: output.vocab_size] @ x_TD[row]).float()
-        return vocab_parallel_logits(x_TD, weight_VD, row, output.vocab_size, output.tensor_parallel)
+            return (weight_VD[: output.chunks.vocab_size] @ x_TD[row]).float()
+        return vocab_parallel_logits(x_TD, weight_VD, row, output.chunks.vocab_size, output.tensor_parallel)
 
     def _run(self, input_ids_T: Tensor, context: ForwardContext, x_TD: Tensor | None) -> Tensor:
         if self.embedding is not None:

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron_glue.ops.matmul import TORCH_MATMUL, MatMul, is_asked_for, linear
 from megatron_glue.parallel.collectives import (
     Pending,
     start_all_gather_rows,
@@ -62,7 +62,9 @@ class TensorParallel:
         return cls(mesh.tp_group, mesh.tp_rank, mesh.tp_size, mesh.sequence_parallel, mesh.kv_copies)
 
 
-def column_linear(x_SD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, tp: TensorParallel | None) -> Tensor:
+def column_linear(
+    x_SD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, tp: TensorParallel | None, matmul: MatMul = TORCH_MATMUL
+) -> Tensor:
     """Multiply the residual stream by this rank's rows of a weight.
 
     Args:
@@ -70,17 +72,20 @@ def column_linear(x_SD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, tp: Te
         weight_OD: This rank's rows of the weight.
         bias_O: Their biases.
         tp: The ranks.
+        matmul: Computes the products.
 
     Returns:
         [T, O]: all rows, this rank's columns. In backward the gradients of all ranks' columns are summed into that of
         ``x_SD``; weight and bias get the whole gradient of their rows.
     """
     if tp is None:
-        return F.linear(x_SD, weight_OD, bias_O)
-    return _ColumnLinear.apply(x_SD, weight_OD, bias_O, tp)
+        return linear(x_SD, weight_OD, bias_O, matmul)
+    return _ColumnLinear.apply(x_SD, weight_OD, bias_O, tp, matmul)
 
 
-def row_linear(x_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None, tp: TensorParallel | None) -> Tensor:
+def row_linear(
+    x_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None, tp: TensorParallel | None, matmul: MatMul = TORCH_MATMUL
+) -> Tensor:
     """Multiply this rank's columns by its columns of a weight, and sum over ranks into the residual stream.
 
     Args:
@@ -89,14 +94,15 @@ def row_linear(x_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None, tp: Tenso
         bias_D: Bias of the sum, the same on every rank; it is added once. With sequence parallelism its gradient is
             that of this rank's rows alone.
         tp: The ranks.
+        matmul: Computes the products.
 
     Returns:
         [S, D]: this rank's rows of the sum (sequence parallelism), else all of them, bit-equal on every rank.
     """
     if tp is None:
-        return F.linear(x_TI, weight_DI, bias_D)
+        return linear(x_TI, weight_DI, bias_D, matmul)
     # Two operators: a recompute that needs no more than their inputs stops before the product and the exchange.
-    out_SD = reduce_rows(F.linear(x_TI, weight_DI), tp)
+    out_SD = reduce_rows(linear(x_TI, weight_DI, None, matmul), tp)
     return out_SD if bias_D is None else out_SD + bias_D
 
 
@@ -148,42 +154,29 @@ def start_sum_into_stream(partial_TD: Tensor, tp: TensorParallel) -> Pending:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
+    def forward(
+        ctx: Any, x_SD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, tp: TensorParallel, matmul: MatMul
+    ) -> Tensor:
+        ctx.tp, ctx.matmul = tp, matmul
         ctx.save_for_backward(x_SD, weight_OD)
-        return F.linear(gather_rows(x_SD, tp), weight_OD, bias_O)
+        return matmul.nt(gather_rows(x_SD, tp), weight_OD, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         tp: TensorParallel = ctx.tp
+        matmul: MatMul = ctx.matmul
         (grad_TO,) = grad_outputs
         x_SD, weight_OD = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = (_is_asked_for(ctx, index) for index in range(3))
+        needs_x, needs_weight, needs_bias = (is_asked_for(ctx, index) for index in range(3))
         # Each exchange starts before a product that it runs beside: the gather before grad W, the sum before grad^T x.
         gathering = start_all_gather_rows(x_SD, tp.group) if needs_weight and tp.sequence_parallel else None
-        summing = start_sum_into_stream(grad_TO @ weight_OD, tp) if needs_x else None
+        summing = start_sum_into_stream(matmul.nn(grad_TO, weight_OD), tp) if needs_x else None
         grad_bias_O = grad_TO.sum(0) if needs_bias else None
         grad_weight_OD = None
         if needs_weight:
-            grad_weight_OD = grad_TO.t() @ (x_SD if gathering is None else gathering.wait())
-        return None if summing is None else summing.wait(), grad_weight_OD, grad_bias_O, None
-
-
-def _is_asked_for(ctx: Any, index: int) -> bool:
-    """Whether the present backward pass wants the gradient of an argument with none but tensors before it.
-
-    ``needs_input_grad`` speaks of the graph, not of the pass: a zero-bubble pipeline runs one pass for the gradients of
-    inputs and a later one for those of weights, and each would compute, and exchange, for both.
-    """
-    if not ctx.needs_input_grad[index]:
-        return False
-    node = ctx.next_functions[index][0]
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # Raised for a leaf whose gradient autograd.grad() is asked for.
-        return True
+            grad_weight_OD = matmul.tn(grad_TO, x_SD if gathering is None else gathering.wait())
+        return None if summing is None else summing.wait(), grad_weight_OD, grad_bias_O, None, None
 
 
 class _ReduceRows(torch.autograd.Function):

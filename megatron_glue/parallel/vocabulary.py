@@ -13,6 +13,7 @@ vocabulary on this rank, v real ones among them, t tokens of one chunk, P ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_glue.ops.cross_entropy import LossChunks
 from megatron_glue.parallel.collectives import start_all_gather_rows
 from megatron_glue.parallel.tensor import TensorParallel, gather_rows, reduce_rows, start_sum_into_stream
 from megatron_glue.types import IGNORE_LABEL
@@ -69,7 +71,7 @@ def vocab_parallel_logits(x_SD: Tensor, weight_VD: Tensor, row: int, vocab_size:
 
 
 def vocab_parallel_linear_cross_entropy(
-    x_SD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, vocab_size: int, chunk_tokens: int, tp: TensorParallel
+    x_SD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunks: LossChunks, tp: TensorParallel
 ) -> Tensor:
     """Sum of -log softmax(x W^T)[label] over all labelled tokens, without full logits on any rank.
 
@@ -82,33 +84,28 @@ def vocab_parallel_linear_cross_entropy(
         weight_VD: This rank's rows of the output weight; rows of entries from ``vocab_size`` on take no part and get
             zero gradients. In another dtype than ``x_SD``, it is cast for the products and gets its gradient unrounded.
         labels_T: int64 labels of all tokens. ``IGNORE_LABEL`` rows contribute nothing.
-        vocab_size: Real entries of the whole vocabulary; it may end inside any rank's rows.
-        chunk_tokens: Tokens whose logits exist at once.
+        chunks: Real entries of the whole vocabulary, which may end inside any rank's rows, and how many tokens at once.
         tp: The ranks.
 
     Returns:
         fp32 scalar (fp64 for fp64 input), bit-equal on every rank.
 
     Raises:
-        ValueError: If ``vocab_size`` exceeds the rows of all ranks or ``chunk_tokens`` is not positive.
+        ValueError: If ``vocab_size`` exceeds the rows of all ranks.
     """
-    if not 1 <= vocab_size <= weight_VD.shape[0] * tp.size:
-        raise ValueError(f"vocab_size={vocab_size}: must lie between 1 and {tp.size} x {weight_VD.shape[0]} rows")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
+    num_rows, vocab_size = weight_VD.shape[0], chunks.vocab_size
+    if not 1 <= vocab_size <= num_rows * tp.size:
+        raise ValueError(f"vocab_size={vocab_size}: must lie between 1 and {tp.size} x {num_rows} rows")
     needs_grad = torch.is_grad_enabled() and (x_SD.requires_grad or weight_VD.requires_grad)
-    chunks = _Chunks(vocab_size, chunk_tokens, needs_grad, tp)
-    return _VocabParallelCrossEntropy.apply(x_SD, weight_VD, labels_T, chunks)
+    return _VocabParallelCrossEntropy.apply(x_SD, weight_VD, labels_T, chunks, _Ranks(tp, needs_grad))
 
 
-class _Chunks:
-    """The settings of one call, and the arithmetic of one chunk."""
+@dataclass(frozen=True, eq=False)
+class _Ranks:
+    """What the ranks of one call tell each other about a chunk."""
 
-    def __init__(self, vocab_size: int, chunk_tokens: int, needs_grad: bool, tp: TensorParallel) -> None:
-        self.vocab_size = vocab_size
-        self.chunk_tokens = chunk_tokens
-        self.needs_grad = needs_grad
-        self.tp = tp
+    tp: TensorParallel
+    needs_grad: bool
 
     def losses(self, logits_tv: Tensor, label_t: Tensor, is_elsewhere_t: Tensor) -> tuple[Tensor, Tensor]:
         """Turn logits into losses, and in place into softmax.
@@ -148,8 +145,10 @@ def _column_of(logits_tv: Tensor, label_t: Tensor) -> Tensor:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunks: _Chunks) -> Tensor:
-        tp, needs_grad = chunks.tp, chunks.needs_grad
+    def forward(
+        ctx: Any, x_SD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunks: LossChunks, ranks: _Ranks
+    ) -> Tensor:
+        tp, needs_grad = ranks.tp, ranks.needs_grad
         num_rows = weight_VD.shape[0]
         num_real = num_real_rows(num_rows, chunks.vocab_size, tp)
         # Gathered anew where it is needed and dropped: this rank's gradient is all that outlives forward.
@@ -164,20 +163,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad_x_TD = torch.empty_like(x_TD) if needs_grad else None
         grad_weight_VD = torch.zeros(weight_VD.shape, dtype=loss_dtype, device=x_TD.device) if needs_grad else None
         summing = None
-        for start in range(0, x_TD.shape[0], chunks.chunk_tokens):
-            rows = slice(start, min(start + chunks.chunk_tokens, x_TD.shape[0]))
+        for rows in chunks.rows(x_TD.shape[0]):
             x_tD = x_TD[rows]
-            logits_tv = (x_tD @ weight_vD.t()).to(loss_dtype)
-            loss_t, softmax_tv = chunks.losses(logits_tv, label_T[rows], is_elsewhere_T[rows])
+            logits_tv = chunks.matmul.nt(x_tD, weight_vD).to(loss_dtype)
+            loss_t, softmax_tv = ranks.losses(logits_tv, label_T[rows], is_elsewhere_T[rows])
             loss_sum += loss_t.masked_fill_(is_ignored_T[rows], 0.0).sum()
             if grad_x_TD is None or grad_weight_VD is None:
                 continue
             grad_tv = _softmax_to_gradient(softmax_tv, label_T[rows], is_elsewhere_T[rows], is_ignored_T[rows])
             grad_tv = grad_tv.to(x_tD.dtype)
-            torch.mm(grad_tv, weight_vD, out=grad_x_TD[rows])
+            grad_x_TD[rows] = chunks.matmul.nn(grad_tv, weight_vD)
             if rows.stop == x_TD.shape[0]:
                 summing = start_sum_into_stream(grad_x_TD, tp)
-            _add_product_(grad_weight_VD[:num_real], grad_tv, x_tD)
+            chunks.matmul.add_tn_(grad_weight_VD[:num_real], grad_tv, x_tD)
         if grad_x_TD is not None:
             ctx.save_for_backward(grad_x_TD if summing is None else summing.wait(), grad_weight_VD)
         return loss_sum
@@ -187,7 +185,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad_outputs[0]
         grad_x_SD, grad_weight_VD = ctx.saved_tensors
-        return grad_x_SD * scale.to(grad_x_SD.dtype), grad_weight_VD * scale, None, None
+        return grad_x_SD * scale.to(grad_x_SD.dtype), grad_weight_VD * scale, None, None, None
 
 
 def _softmax_to_gradient(softmax_tv: Tensor, label_t: Tensor, is_elsewhere_t: Tensor, is_ignored_t: Tensor) -> Tensor:
@@ -196,11 +194,3 @@ def _softmax_to_gradient(softmax_tv: Tensor, label_t: Tensor, is_elsewhere_t: Te
         minus_one_t1 = (~is_elsewhere_t[:, None]).to(softmax_tv.dtype).neg_()
         softmax_tv.scatter_add_(1, label_t[:, None], minus_one_t1)
     return softmax_tv.masked_fill_(is_ignored_t[:, None], 0.0)
-
-
-def _add_product_(sum_vD: Tensor, grad_tv: Tensor, x_tD: Tensor) -> None:
-    """Add grad^T x, in the dtype of the sum."""
-    if sum_vD.dtype == x_tD.dtype:
-        sum_vD.addmm_(grad_tv.t(), x_tD)
-    else:
-        sum_vD += grad_tv.t() @ x_tD

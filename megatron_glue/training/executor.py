@@ -198,7 +198,7 @@ def build_executor(
         num_micro_batches=training.global_batch_size // (training.micro_batch_size * mesh.dp_size),
         num_rows=_num_rows(mesh, training.micro_batch_size * config.data.seq_length // mesh.cp_size),
         hidden_size=config.model.hidden_size,
-        vocab_size=built.parts[0].output.vocab_size,
+        vocab_size=built.parts[0].output.chunks.vocab_size,
         dtype=built.precision.compute_dtype,
         device=device,
     )

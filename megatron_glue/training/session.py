@@ -143,7 +143,13 @@ class Session:
         self.built.activation.close()
 
 
-def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, offload_dir: Path | None) -> Session:
+def build_session(
+    config: RunConfig,
+    mesh: ParallelMesh,
+    device: torch.device,
+    offload_dir: Path | None,
+    data: SessionData | None = None,
+) -> Session:
     """Build all parts of a run, in order: data, model, engine, optimizer, executor.
 
     Args:
@@ -151,6 +157,7 @@ def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, o
         mesh: The run's mesh; every rank must call this.
         device: Where this rank computes.
         offload_dir: Folder of the activation disk tier, used only on machines without an accelerator.
+        data: What it trains on; unset: what the configuration names.
 
     Returns:
         A session at iteration 0.
@@ -160,7 +167,7 @@ def build_session(config: RunConfig, mesh: ParallelMesh, device: torch.device, o
         PeerFailedError: If that happened on another rank.
     """
     host_reader = HostReader()
-    data = _build_data(config, mesh, device)
+    data = data or _build_data(config, mesh, device)
     place = BuildPlace(mesh, device, host_reader, offload_dir)
     built = together(lambda: build_model(config, data.tokenizer.vocab_size, place), mesh.world_group)
     data.loader.prepare_with(built.metadata_cache.prepare)

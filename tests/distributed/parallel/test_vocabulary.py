@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_glue.ops.cross_entropy import linear_cross_entropy
+from megatron_glue.ops.cross_entropy import LossChunks, linear_cross_entropy
 from megatron_glue.parallel.tensor import TensorParallel
 from megatron_glue.parallel.vocabulary import (
     vocab_parallel_embedding,
@@ -52,13 +52,13 @@ def compare_loss(
     dtype = getattr(torch, dtype_name)
     tp = ranks_of_world(rank, world_size, is_sequence_parallel)
     x, weight, labels = problem(vocab_size, dtype)
-    sizes = {"vocab_size": vocab_size, "chunk_tokens": chunk_tokens}
-    expected = linear_cross_entropy(x, weight, labels, **sizes)
+    chunks = LossChunks(vocab_size, chunk_tokens)
+    expected = linear_cross_entropy(x, weight, labels, chunks)
     # A factor on the loss, as a training step has it, and a backward on every rank's own copy.
     (expected * 0.3).backward()
     own_x = rows_of(x, tp).clone().requires_grad_()
     own_weight = weight.detach().chunk(world_size)[rank].clone().requires_grad_()
-    actual = vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, **sizes, tp=tp)
+    actual = vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, chunks, tp=tp)
     (actual * 0.3).backward()
     tolerance = RELATIVE_NORM[dtype]
     assert actual.dtype == expected.dtype
@@ -74,7 +74,7 @@ def compare_loss(
     padding = own_weight.grad[max(vocab_size - first, 0) :]
     assert torch.equal(padding, torch.zeros_like(padding))
     with torch.no_grad():
-        without_grad = vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, **sizes, tp=tp)
+        without_grad = vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, chunks, tp=tp)
     assert torch.equal(without_grad, actual)
     return actual.detach()
 
@@ -102,7 +102,7 @@ def mixed_dtypes(rank: int, world_size: int) -> None:
     own_x = x.detach().bfloat16().chunk(world_size)[rank].requires_grad_()
     own_weight = weight.detach().chunk(world_size)[rank].clone().requires_grad_()
     tp = ranks_of_world(rank, world_size, True)
-    vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, vocab_size=37, chunk_tokens=5, tp=tp).backward()
+    vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, chunks=LossChunks(37, 5), tp=tp).backward()
     assert own_x.grad is not None
     assert own_weight.grad is not None
     assert own_x.grad.dtype == torch.bfloat16
@@ -119,13 +119,13 @@ def watch_exchanges(rank: int, world_size: int, is_sequence_parallel: bool) -> l
     x, weight, labels = problem(37, torch.float32)
     own_x, own_weight = (part.requires_grad_() for part in (rows_of(x, tp), weight.detach().chunk(world_size)[rank]))
     with OperatorWatch() as operators, CollectiveWatch() as forward:
-        loss = vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, vocab_size=37, chunk_tokens=6, tp=tp)
+        loss = vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, chunks=LossChunks(37, 6), tp=tp)
     with OperatorWatch() as more_operators, CollectiveWatch() as backward:
         loss.backward()
     assert operators.synchronising == more_operators.synchronising == []
     assert backward.events == []
     with torch.no_grad(), CollectiveWatch() as evaluation:
-        vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, vocab_size=37, chunk_tokens=6, tp=tp)
+        vocab_parallel_linear_cross_entropy(own_x, own_weight, labels, chunks=LossChunks(37, 6), tp=tp)
     return [forward.events, evaluation.events]
 
 
@@ -151,7 +151,7 @@ def wrong_sizes(rank: int, world_size: int) -> None:
     for field, value in (("vocab_size", 41), ("vocab_size", 0), ("chunk_tokens", 0)):
         sizes = {"vocab_size": 37, "chunk_tokens": 8} | {field: value}
         with pytest.raises(ValueError, match=field):
-            vocab_parallel_linear_cross_entropy(x, own_weight, labels, **sizes, tp=tp)
+            vocab_parallel_linear_cross_entropy(x, own_weight, labels, LossChunks(**sizes), tp)
 
 
 def test_wrong_sizes_are_named() -> None:

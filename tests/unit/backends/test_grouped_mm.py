@@ -2,9 +2,17 @@ import pytest
 import torch
 
 from megatron_glue.backends.grouped_mm import GroupedMMLoop, GroupedMMWithReads, grouped_mm_torch, reads_offsets
+from megatron_glue.backends.grouped_mm_onednn import GroupedMMOnCpu
+from megatron_glue.backends.matmul_onednn import OnednnMatMul
 from megatron_glue.ops.host_reader import HostReader
 from tests.support.operator_watch import OperatorWatch
 from tests.support.tolerances import assert_close
+
+BACKENDS = {
+    "torch": grouped_mm_torch,
+    "onednn": GroupedMMOnCpu(OnednnMatMul()),
+    "loop": GroupedMMLoop(HostReader()),
+}
 
 
 def by_hand(x, weight, ends):
@@ -14,9 +22,9 @@ def by_hand(x, weight, ends):
 
 @pytest.mark.parametrize("ends", [[2, 5, 9], [0, 9, 9], [9, 9, 9], [0, 0, 0]])
 @pytest.mark.parametrize("widths", [(8, 12), (3, 5), (8, 5), (3, 8)])
-@pytest.mark.parametrize("backend", ["torch", "loop"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_equals_one_product_per_expert(ends, widths, backend):
-    grouped_mm = grouped_mm_torch if backend == "torch" else GroupedMMLoop(HostReader())
+    grouped_mm = BACKENDS[backend]
     x = torch.randn(ends[-1], widths[0], requires_grad=True)
     weight = torch.randn(3, *widths, requires_grad=True)
     expected = by_hand(x, weight, ends)
@@ -29,19 +37,20 @@ def test_equals_one_product_per_expert(ends, widths, backend):
         assert_close(a, e)
 
 
-def test_expanded_gradient_and_transposed_weight():
+@pytest.mark.parametrize("backend", ["torch", "onednn"])
+def test_expanded_gradient_and_transposed_weight(backend):
     x = torch.randn(6, 8, requires_grad=True)
     weight = torch.randn(3, 12, 8, requires_grad=True)
-    grouped_mm_torch(x, weight.transpose(1, 2), torch.tensor([2, 2, 6])).sum().backward()
+    BACKENDS[backend](x, weight.transpose(1, 2), torch.tensor([2, 2, 6])).sum().backward()
     assert x.grad is not None
     assert_close(x.grad[:2], weight[0].sum(0).expand(2, 8))
     assert weight.grad is not None
     assert not weight.grad[1].any()
 
 
-@pytest.mark.parametrize("backend", ["torch", "loop"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_past_the_last_offset_reach_nothing(backend):
-    grouped_mm = grouped_mm_torch if backend == "torch" else GroupedMMLoop(HostReader())
+    grouped_mm = BACKENDS[backend]
     x = torch.randn(9, 8)
     x[5:] = float("nan")
     x.requires_grad_()
@@ -54,13 +63,14 @@ def test_rows_past_the_last_offset_reach_nothing(backend):
     assert torch.isfinite(x.grad[:5]).all()
 
 
+@pytest.mark.parametrize("backend", ["torch", "onednn"])
 @pytest.mark.parametrize("widths", [(8, 12), (3, 5)])
-def test_f57_zero_tail_is_zero_in_both_passes(widths):
+def test_f57_zero_tail_is_zero_in_both_passes(widths, backend):
     x = torch.randn(9, widths[0])
     x[5:] = float("nan")
     x.requires_grad_()
     weight = torch.randn(3, *widths, requires_grad=True)
-    y = grouped_mm_torch(x, weight, torch.tensor([2, 5, 5]), zero_tail=True)
+    y = BACKENDS[backend](x, weight, torch.tensor([2, 5, 5]), zero_tail=True)
     assert torch.equal(y[5:], torch.zeros(4, widths[1]))
     probe = torch.ones_like(y)
     probe[5:] = float("nan")

@@ -13,6 +13,7 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import BackendConfig
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.ops.matmul import TORCH_MATMUL
 
 
 @pytest.fixture
@@ -27,12 +28,16 @@ def gpu(monkeypatch):
     return with_capability
 
 
-def test_auto_on_a_cpu():
+@pytest.mark.parametrize("is_intel", [True, False])
+def test_auto_on_a_cpu(monkeypatch, is_intel):
+    monkeypatch.setattr(registry, "is_intel_processor", lambda: is_intel)
     backends = resolve(BackendConfig(), "cpu", torch.float32, head_dim=64)
     assert backends.attention is segments_attention
     assert backends.attention_layout == "segments"
     assert backends.rms_norm is rms_norm_cpu
-    assert backends.grouped_mm is grouped_mm_torch
+    assert (backends.grouped_mm is grouped_mm_torch) is is_intel
+    assert (backends.matmul is TORCH_MATMUL) is is_intel
+    assert ("matmul torch (not onednn: MKL is as fast on Intel's processors)" in backends.describe()) is is_intel
     assert (backends.grouping, backends.optimizer) == ("numpy", "fused")
 
 
@@ -82,7 +87,7 @@ def test_grouped_mm_says_and_counts_that_it_reads_where_torch_does(gpu, capabili
     reader = HostReader()
     backends = resolve(BackendConfig(), "cuda", torch.bfloat16, head_dim=64, host_reader=reader)
     assert isinstance(backends.grouped_mm, GroupedMMWithReads) is reads
-    note = "grouped_mm torch (first choice; torch reads the offsets on the host except in bf16 on SM90 and SM100)"
+    note = "torch reads the offsets on the host except in bf16 on SM90 and SM100)"
     assert (note in backends.describe()) is reads
 
 
@@ -97,6 +102,8 @@ def test_a_build_without_cuda_is_a_reason_too(monkeypatch):
     ("config", "needs", "reason"),
     [
         ({"attention_backend": "varlen"}, {}, "its kernel runs on CUDA, not on cpu"),
+        ({"matmul_backend": "onednn"}, {"dtype": torch.bfloat16}, "it computes in fp32"),
+        ({"grouped_mm_backend": "onednn"}, {"device": "cuda"}, "it is for a CPU"),
         ({"attention_backend": "flex"}, {}, "FlexAttention has no backward on a CPU"),
         (
             {"attention_backend": "varlen"},

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_glue.ops.cross_entropy import linear_cross_entropy
+from megatron_glue.ops.cross_entropy import LossChunks, linear_cross_entropy
 from megatron_glue.types import IGNORE_LABEL
 from tests.support.operator_watch import OperatorWatch
 from tests.support.tolerances import assert_close
@@ -29,7 +29,7 @@ def test_equals_plain_cross_entropy(chunk_tokens, has_bias, dtype):
     logits = F.linear(x, weight, bias if has_bias else None)[:, :37]
     expected = F.cross_entropy(logits, labels, ignore_index=IGNORE_LABEL, reduction="sum")
     actual = linear_cross_entropy(
-        x, weight, labels, vocab_size=37, chunk_tokens=chunk_tokens, bias_V=bias if has_bias else None
+        x, weight, labels, chunks=LossChunks(37, chunk_tokens), bias_V=bias if has_bias else None
     )
     assert_close(actual, expected)
     # A factor on the loss, as a training step has it.
@@ -41,32 +41,32 @@ def test_equals_plain_cross_entropy(chunk_tokens, has_bias, dtype):
 
 def test_padding_of_the_vocabulary_gets_exact_zeros_and_takes_no_part():
     x, weight, _, labels = problem()
-    loss = linear_cross_entropy(x, weight, labels, vocab_size=37, chunk_tokens=8)
+    loss = linear_cross_entropy(x, weight, labels, chunks=LossChunks(37, 8))
     loss.backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad[37:], torch.zeros(3, 12))
     with torch.no_grad():
         weight[37:] = 1e4
-    assert torch.equal(linear_cross_entropy(x, weight, labels, vocab_size=37, chunk_tokens=8), loss)
+    assert torch.equal(linear_cross_entropy(x, weight, labels, chunks=LossChunks(37, 8)), loss)
 
 
 def test_ignored_rows_contribute_nothing_whatever_they_hold():
     x, weight, _, labels = problem()
     keep = labels != IGNORE_LABEL
-    linear_cross_entropy(x, weight, labels, vocab_size=37, chunk_tokens=8).backward()
+    linear_cross_entropy(x, weight, labels, chunks=LossChunks(37, 8)).backward()
     assert x.grad is not None
     assert torch.equal(x.grad[~keep], torch.zeros(int((~keep).sum()), 12))
-    expected = linear_cross_entropy(x[keep], weight, labels[keep], vocab_size=37, chunk_tokens=100)
+    expected = linear_cross_entropy(x[keep], weight, labels[keep], chunks=LossChunks(37, 100))
     with torch.no_grad():
         x[~keep] = float("nan")
-    assert_close(linear_cross_entropy(x, weight, labels, vocab_size=37, chunk_tokens=8), expected)
+    assert_close(linear_cross_entropy(x, weight, labels, chunks=LossChunks(37, 8)), expected)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 4])
 def test_f32_no_label_at_all_gives_zero_loss_and_zero_gradients(num_tokens):
     x, weight, _, _ = problem(num_tokens)
     labels = torch.full((num_tokens,), IGNORE_LABEL)
-    loss = linear_cross_entropy(x, weight, labels, vocab_size=37, chunk_tokens=2)
+    loss = linear_cross_entropy(x, weight, labels, chunks=LossChunks(37, 2))
     loss.backward()
     assert loss.item() == 0.0
     assert x.grad is not None
@@ -78,7 +78,7 @@ def test_f32_no_label_at_all_gives_zero_loss_and_zero_gradients(num_tokens):
 def test_bf16_input_with_fp32_weight_keeps_the_weight_gradient_unrounded():
     x, weight, _, labels = problem()
     x16 = x.detach().bfloat16().requires_grad_()
-    loss = linear_cross_entropy(x16, weight, labels, vocab_size=37, chunk_tokens=4)
+    loss = linear_cross_entropy(x16, weight, labels, chunks=LossChunks(37, 4))
     loss.backward()
     assert loss.dtype == torch.float32
     assert x16.grad is not None
@@ -109,27 +109,27 @@ def test_full_logits_never_exist():
     weight = torch.randn(512, 8, requires_grad=True)
     labels = torch.randint(0, 512, (64,))
     with LargestTensor() as largest:
-        linear_cross_entropy(x, weight, labels, vocab_size=512, chunk_tokens=8).backward()
+        linear_cross_entropy(x, weight, labels, chunks=LossChunks(512, 8)).backward()
     assert largest.num_elements == 8 * 512
 
 
 def test_evaluation_computes_no_gradients():
     x, weight, _, labels = problem()
     with torch.no_grad(), OperatorWatch() as watch:
-        linear_cross_entropy(x, weight, labels, vocab_size=37, chunk_tokens=100)
+        linear_cross_entropy(x, weight, labels, chunks=LossChunks(37, 100))
     assert watch.calls.count("aten::mm") == 1
 
 
 def test_reads_no_device_value():
     x, weight, _, labels = problem()
     with OperatorWatch() as watch:
-        linear_cross_entropy(x, weight, labels, vocab_size=37, chunk_tokens=8).backward()
+        linear_cross_entropy(x, weight, labels, chunks=LossChunks(37, 8)).backward()
     assert watch.synchronising == []
 
 
 def test_backward_twice_gives_the_same_gradient():
     x, weight, _, labels = problem()
-    loss = linear_cross_entropy(x, weight, labels, vocab_size=37, chunk_tokens=8) * 0.5
+    loss = linear_cross_entropy(x, weight, labels, chunks=LossChunks(37, 8)) * 0.5
     first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     second = torch.autograd.grad(loss, (x, weight))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -140,4 +140,4 @@ def test_wrong_sizes_are_named(field, value):
     x, weight, _, labels = problem()
     sizes = {"vocab_size": 37, "chunk_tokens": 8} | {field: value}
     with pytest.raises(ValueError, match=field):
-        linear_cross_entropy(x, weight, labels, **sizes)
+        linear_cross_entropy(x, weight, labels, LossChunks(**sizes))

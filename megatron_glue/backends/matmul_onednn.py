@@ -1,0 +1,89 @@
+"""Products by oneDNN, for fp32 on a CPU.
+
+torch sends fp32 products on x86 to MKL, which on processors of other makers than Intel keeps to AVX2. oneDNN comes with
+torch and uses AVX-512 on all of them: on a Zen 5 core 240 GFLOP/s against 105 (docs/performance.md). Sums are in
+another order than MKL's, so results differ by rounding, and are the same in every run.
+
+The operator is the one that torch's compiler emits for linear layers; it takes a second operand of any strides and
+copies a first one that is not contiguous.
+
+Shape suffixes: M rows, N columns, K what is summed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_glue.ops.matmul import TORCH_MATMUL
+
+
+class OnednnMatMul:
+    """oneDNN's products. See :class:`megatron_glue.ops.matmul.MatMul`."""
+
+    def __init__(self) -> None:
+        self._linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
+
+    def nt(self, a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """See :class:`megatron_glue.ops.matmul.MatMul`."""
+        if not _can_multiply(a_MK, b_NK):
+            return TORCH_MATMUL.nt(a_MK, b_NK, bias_N)
+        return self._linear(a_MK, b_NK, bias_N, "none", [], "")
+
+    def nn(self, a_MK: Tensor, b_KN: Tensor) -> Tensor:
+        """See :class:`megatron_glue.ops.matmul.MatMul`."""
+        if not _can_multiply(a_MK, b_KN):
+            return TORCH_MATMUL.nn(a_MK, b_KN)
+        return self._linear(a_MK, b_KN.t(), None, "none", [], "")
+
+    def tn(self, a_KM: Tensor, b_KN: Tensor) -> Tensor:
+        """See :class:`megatron_glue.ops.matmul.MatMul`."""
+        if not _can_multiply(a_KM, b_KN):
+            return TORCH_MATMUL.tn(a_KM, b_KN)
+        if a_KM.shape[1] <= b_KN.shape[1]:
+            return self._linear(a_KM.t(), b_KN.t(), None, "none", [], "")
+        # The first operand is copied, so it should be the smaller one.
+        return self._linear(b_KN.t(), a_KM.t(), None, "none", [], "").t().contiguous()
+
+    def add_tn_(self, sum_MN: Tensor, a_KM: Tensor, b_KN: Tensor) -> None:
+        """See :class:`megatron_glue.ops.matmul.MatMul`."""
+        if sum_MN.dtype != torch.float32 or not _can_multiply(a_KM, b_KN):
+            TORCH_MATMUL.add_tn_(sum_MN, a_KM, b_KN)
+        else:
+            sum_MN += self._linear(a_KM.t(), b_KN.t(), None, "none", [], "")
+
+
+def _can_multiply(a: Tensor, b: Tensor) -> bool:
+    """Whether the operator takes these; a product in fp64 or with nothing in it goes to torch."""
+    return a.dtype == b.dtype == torch.float32 and a.numel() > 0 and b.numel() > 0
+
+
+def why_not_onednn(device: torch.device, dtype: torch.dtype) -> str:
+    """Say why oneDNN cannot serve, or return an empty string.
+
+    Args:
+        device: Where the model computes.
+        dtype: Compute dtype.
+    """
+    if device.type != "cpu":
+        return f"it is for a CPU, not for {device.type}"
+    if dtype != torch.float32:
+        return f"it computes in fp32, not in {dtype}"
+    if not torch.backends.mkldnn.is_available():
+        return f"torch {torch.__version__} was built without it"
+    operators: Any = torch.ops.mkldnn
+    if not hasattr(operators, "_linear_pointwise"):
+        return f"torch {torch.__version__} lacks its operator"
+    return ""
+
+
+def is_intel_processor() -> bool:
+    """Whether this is an Intel processor, on which MKL uses all vector units; False where the system does not say."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
