@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_glue.parallel.collectives import all_to_all_rows
-from megatron_glue.parallel.row_exchange import RowExchange
+from megatron_glue.parallel.row_exchange import RowExchange, RowGather, RowScatter
 from tests.support.collective_watch import CollectiveWatch
 from tests.support.processes import run_distributed
 
@@ -68,6 +68,32 @@ def test_f51_what_stands_between_start_and_finish_runs_beside_both_exchanges() -
     for forward, backward in run_distributed(watch, 2):
         assert forward == ["all_to_all", "product", "all_to_all done"]
         assert backward == ["all_to_all", "product", "product", "all_to_all done"]
+
+
+def gather_and_scatter(rank: int, world_size: int, num_rows: int) -> None:
+    """Each rank weighs the gathered rows differently; the gradient of a row is the sum over ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    x = torch.full((num_rows, 2), rank + 1.0, requires_grad=True)
+    gather, scatter = RowGather(group), RowScatter(group)
+    with CollectiveWatch() as forward:
+        gathered = gather.finish(gather.start(x))
+        out = scatter.finish(scatter.start(gathered * (rank + 1)))
+    with CollectiveWatch() as backward:
+        (out * (rank + 2)).sum().backward()
+    total = world_size * (world_size + 1) / 2
+    expected = torch.arange(1, world_size + 1).repeat_interleave(num_rows).float()[:, None].expand(-1, 2)
+    assert torch.equal(gathered, expected)
+    assert torch.equal(out, torch.full((num_rows, 2), (rank + 1) * total))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((num_rows, 2), (rank + 2) * total))
+    assert forward.events == ["gather", "gather done", "reduce_scatter", "reduce_scatter done"]
+    assert backward.events == ["gather", "gather done", "reduce_scatter", "reduce_scatter done"]
+
+
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_gather_and_scatter_are_each_others_transpose(num_rows: int) -> None:
+    run_distributed(gather_and_scatter, 3, num_rows)
 
 
 def refuse(rank: int, world_size: int) -> None:
