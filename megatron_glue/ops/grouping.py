@@ -66,12 +66,12 @@ def group_tokens(
     ids_N = expert_ids_TK.detach().reshape(-1).to(torch.int64)
     if method == "loop":
         order_N, counts_E = _order_by_loop(ids_N, num_experts, host_reader or HostReader())
-        inverse_N = _inverse(order_N)
+        inverse_N = inverse_permutation(order_N)
     elif implementation == "numpy" or (implementation == "auto" and ids_N.device.type == "cpu"):
         order_N, inverse_N, counts_E = _order_by_numpy(ids_N, num_experts)
     else:
         order_N, counts_E = _order_by_torch(ids_N, num_experts)
-        inverse_N = _inverse(order_N)
+        inverse_N = inverse_permutation(order_N)
     return TokenGroups(
         order_N=order_N,
         inverse_N=inverse_N,
@@ -103,7 +103,7 @@ def replicate_groups(groups: TokenGroups, num_replicas: int) -> ReplicatedGroups
     shift_NQ = torch.repeat_interleave(shift_PQ, groups.rank_splits_P, dim=0, output_size=groups.num_pairs)
     rows_NQ = torch.arange(groups.num_pairs, device=splits_P1.device)[:, None] + shift_NQ
     inverse = rows_NQ.index_select(0, groups.inverse_N).view(-1)
-    order = _inverse(inverse)
+    order = inverse_permutation(inverse)
     pair_S = torch.div(order, num_replicas, rounding_mode="floor")
     counts = groups.counts_E.view(num_ranks, 1, -1).expand(-1, num_replicas, -1).reshape(-1)
     replicated = TokenGroups(
@@ -115,6 +115,41 @@ def replicate_groups(groups: TokenGroups, num_replicas: int) -> ReplicatedGroups
         top_k=groups.top_k * num_replicas,
     )
     return ReplicatedGroups(replicated, rows_NQ, groups.inverse_N.index_select(0, pair_S))
+
+
+def reorder_experts(groups: TokenGroups, experts_E: Tensor) -> tuple[TokenGroups, Tensor]:
+    """Put the rows of experts into another order of experts; by arithmetic, without another sort.
+
+    Args:
+        groups: Grouping of N pairs, without sentinels.
+        experts_E: int64. Expert that comes at each place, each one once.
+
+    Returns:
+        groups: The same pairs in the new order, which counts and offsets follow; each rank's pairs are as many as
+            before, but need not stand together.
+        rows_N: int64. Row of the old grouping that stands at each row of the new one.
+    """
+    counts_E = groups.counts_E.index_select(0, experts_E)
+    offsets_E = counts_E.cumsum(0)
+    shift_E = (groups.offsets_E - groups.counts_E).index_select(0, experts_E) - (offsets_E - counts_E)
+    rows_N = torch.repeat_interleave(shift_E, counts_E, output_size=groups.num_pairs)
+    rows_N += torch.arange(groups.num_pairs, device=rows_N.device)
+    order_N = groups.order_N.index_select(0, rows_N)
+    inverse_N = inverse_permutation(order_N)
+    return TokenGroups(order_N, inverse_N, counts_E, offsets_E, groups.rank_splits_P, groups.top_k), rows_N
+
+
+def inverse_permutation(order_N: Tensor) -> Tensor:
+    """Inverse of a permutation.
+
+    Args:
+        order_N: int64, each of 0 ... N - 1 once.
+
+    Returns:
+        int64 [N]: where each of them stands.
+    """
+    rows_N = torch.arange(order_N.shape[0], device=order_N.device)
+    return torch.empty_like(order_N).scatter_(0, order_N, rows_N)
 
 
 def count_ids(ids: Tensor, num_ids: int) -> Tensor:
@@ -159,12 +194,6 @@ def _narrow_dtype(largest_key: int) -> torch.dtype:
         if largest_key <= torch.iinfo(dtype).max:
             return dtype
     return torch.int64
-
-
-def _inverse(order_N: Tensor) -> Tensor:
-    """Inverse of a permutation."""
-    rows_N = torch.arange(order_N.shape[0], device=order_N.device)
-    return torch.empty_like(order_N).scatter_(0, order_N, rows_N)
 
 
 def _order_by_loop(ids_N: Tensor, num_experts: int, host_reader: HostReader) -> tuple[Tensor, Tensor]:

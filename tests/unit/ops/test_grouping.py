@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_glue.ops.grouping import group_tokens, replicate_groups
+from megatron_glue.ops.grouping import group_tokens, reorder_experts, replicate_groups
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.types import TokenGroups
 from tests.support.operator_watch import OperatorWatch
@@ -187,5 +187,28 @@ def test_f80_replicating_neither_sorts_nor_waits():
     groups = group_tokens(torch.tensor([[0, 3], [2, 1], [3, 0]]), 4, num_ranks=2)
     with OperatorWatch() as watch:
         replicate_groups(groups, 2)
+    assert watch.synchronising == []
+    assert not [name for name in watch.calls if "sort" in name]
+
+
+@given(st.lists(st.integers(0, 5), max_size=40).map(lambda ids: ids[: len(ids) // 2 * 2]), st.permutations(range(6)))
+@settings(max_examples=60, deadline=None)
+def test_reordering_equals_a_grouping_of_renamed_experts(ids, experts):
+    """Expert experts[i] comes at place i."""
+    ids_TK = torch.tensor(ids, dtype=torch.int64).view(-1, 2)
+    groups = group_tokens(ids_TK, 6, num_ranks=3)
+    actual, rows_N = reorder_experts(groups, torch.tensor(experts))
+    place = torch.tensor([experts.index(expert) for expert in range(6)])
+    expected = group_tokens(place[ids_TK], 6)
+    for name in ("order_N", "inverse_N", "counts_E", "offsets_E"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert torch.equal(groups.order_N[rows_N], actual.order_N)
+    assert torch.equal(actual.rank_splits_P, groups.rank_splits_P)
+
+
+def test_f80_reordering_neither_sorts_nor_waits():
+    groups = group_tokens(torch.tensor([[0, 1], [3, 2]]), 4)
+    with OperatorWatch() as watch:
+        reorder_experts(groups, torch.tensor([1, 3, 0, 2]))
     assert watch.synchronising == []
     assert not [name for name in watch.calls if "sort" in name]
