@@ -148,6 +148,27 @@ def _tensor(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
         )
 
 
+def _dispatcher(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    moe, ep_size = config.moe, config.parallel.expert_model_parallel_size
+    chunks, dispatcher = moe.moe_overlap_chunks, moe.moe_token_dispatcher_type
+    if moe.num_experts == 0 or chunks == 1:
+        return
+    if dispatcher != "alltoall":
+        yield _error(
+            "moe_overlap_chunks",
+            chunks,
+            f"the dispatcher {dispatcher} brings all tokens at once",
+            "give --moe-token-dispatcher-type alltoall or set it to 1",
+        )
+    elif moe.num_experts % ep_size == 0 and chunks > moe.num_experts // ep_size:
+        yield _error(
+            "moe_overlap_chunks",
+            chunks,
+            f"a rank has {moe.num_experts // ep_size} experts, and each chunk needs one",
+            f"use at most {moe.num_experts // ep_size}",
+        )
+
+
 def _context(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
     cp_size, data = config.parallel.context_parallel_size, config.data
     if data.seq_length % data.segment_alignment:
@@ -212,7 +233,7 @@ def _deepspeed(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
         )
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (_world, _tensor, _context, _pipeline, _deepspeed)
+LAYOUT_RULES: tuple[Rule, ...] = (_world, _tensor, _dispatcher, _context, _pipeline, _deepspeed)
 """Rules about the layout, most basic first."""
 
 
@@ -226,11 +247,15 @@ def layout_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
     parallel, moe = config.parallel, config.moe
     if world_size == 1 and parallel.data_parallel_engine == "deepspeed":
         yield "--deepspeed: no effect on one process, which needs no engine; start several with torchrun"
-    if (
-        moe.moe_shared_expert_overlap
-        and parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size == 1
-    ):
-        yield "--moe-shared-expert-overlap: no effect without --expert-model-parallel-size, no rows are exchanged"
+    if moe.num_experts and parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size == 1:
+        dispatcher = moe.moe_token_dispatcher_type
+        for field, is_set in (
+            ("moe_shared_expert_overlap", moe.moe_shared_expert_overlap),
+            ("moe_overlap_chunks", moe.moe_overlap_chunks > 1),
+            ("moe_token_dispatcher_type", dispatcher != "alltoall"),
+        ):
+            if is_set:
+                yield f"{flag_of(field)}: no effect without --expert-model-parallel-size, no rows are exchanged"
     if parallel.pipeline_model_parallel_size == 1:
         for field in (
             "num_layers_per_virtual_pipeline_stage",

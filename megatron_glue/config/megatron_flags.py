@@ -98,7 +98,6 @@ IGNORED: dict[str, int] = {
     "--empty-unused-memory-level": 1,
     "--recompute-method": 1,
     "--recompute-num-layers": 1,
-    "--moe-token-dispatcher-type": 1,
     "--moe-permute-fusion": 0,
     "--moe-per-layer-logging": 0,
     "--moe-router-dtype": 1,

@@ -126,6 +126,17 @@ class MoEConfig(Section):
     moe_shared_expert_overlap: bool = option(
         False, "Compute the shared expert while rows travel to the routed ones; off: false."
     )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "deepep"] = option(
+        "alltoall",
+        "How tokens reach experts of other ranks: a row per choice to its rank (alltoall), all tokens to all ranks "
+        "without a host read (allgather), or a row per token and rank by the library DeepEP (deepep, Megatron's flex).",
+        values={"alltoall": "alltoall", "allgather": "allgather", "deepep": "deepep", "flex": "deepep"},
+    )
+    moe_overlap_chunks: PositiveInt = option(
+        1,
+        "Groups of a rank's experts that rows are exchanged for one after the other, each exchange beside the experts "
+        "of another group; off: 1.",
+    )
     moe_router_bias_update_rate: NonNegativeFloat = option(0.001, "Step of that bias per optimizer step; off: 0.")
 
     def is_moe_layer(self, layer_index: int) -> bool:

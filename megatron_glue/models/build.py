@@ -119,9 +119,16 @@ def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltM
         backends.context_layout,
     )
     plan = StagePlan.from_config(config)
-    shared = _Shared(
-        config, vocab_size, place, LayerBuild(backends, cache, config.training.seed, place.mesh), precision
+    moe_execution = MoEExecution(
+        backends.grouped_mm,
+        place.host_reader,
+        config.accelerator.enable_grouped_index,
+        backends.grouping,
+        place.device,
+        precision.compute_dtype,
     )
+    layer_build = LayerBuild(backends, cache, config.training.seed, place.mesh)
+    shared = _Shared(config, vocab_size, place, layer_build, precision, moe_execution)
     managers: list[ActivationManager] = []
     parts: list[GPT] = []
     stages = plan.stages_of(place.mesh.pp_rank)
@@ -154,6 +161,7 @@ class _Shared:
     place: BuildPlace
     build: LayerBuild
     precision: Precision
+    moe_execution: MoEExecution
 
 
 def _build_part(shared: _Shared, layers: range, activation: ActivationManager) -> GPT:
@@ -250,10 +258,4 @@ def _build_ffn(shared: _Shared, layer_index: int) -> nn.Module:
     if not config.moe.is_moe_layer(layer_index):
         return build_feed_forward(config.model, name, build)
     placement = MoEPlacement(layer_index, name)
-    execution = MoEExecution(
-        build.backends.grouped_mm,
-        shared.place.host_reader,
-        config.accelerator.enable_grouped_index,
-        build.backends.grouping,
-    )
-    return build_moe_layer(config.model, config.moe, placement, execution, build)
+    return build_moe_layer(config.model, config.moe, placement, shared.moe_execution, build)

@@ -11,10 +11,12 @@ Shape suffixes: E experts, D model, F ffn, e local experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from megatron_glue.backends.deepep import DeepEPBuffers
 from megatron_glue.backends.grouped_mm import GroupedMM
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
@@ -23,7 +25,8 @@ from megatron_glue.layers.build import LayerBuild
 from megatron_glue.layers.initialisation import init_expert_normal_, residual_std
 from megatron_glue.layers.mlp import build_feed_forward
 from megatron_glue.moe.balance import RouterBalance
-from megatron_glue.moe.dispatcher import AllToAllDispatcher, LocalDispatcher
+from megatron_glue.moe.dispatcher import Dispatcher
+from megatron_glue.moe.dispatcher_registry import DispatcherNeeds, load_dispatcher
 from megatron_glue.moe.experts import GroupedExperts
 from megatron_glue.moe.layer import MoELayer, MoELayerConfig
 from megatron_glue.moe.router import Router, RouterConfig
@@ -56,12 +59,18 @@ class MoEExecution:
         host_reader: Counts reads of device values; one per model.
         one_pass: Group in one pass and compute by grouped products; else loop over experts.
         grouping_implementation: Of the one pass.
+        device: Where the model will be when it computes.
+        dtype: In which it computes.
+        deepep_buffers: Shared by the layers of a model.
     """
 
     grouped_mm: GroupedMM
     host_reader: HostReader
     one_pass: bool = True
     grouping_implementation: GroupingImplementation = "auto"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    deepep_buffers: DeepEPBuffers = field(default_factory=DeepEPBuffers)
 
 
 def build_moe_layer(
@@ -85,7 +94,8 @@ def build_moe_layer(
         The layer, with its shared expert if one is configured, in fp32 on the CPU.
 
     Raises:
-        ConfigError: If the ranks cannot share the experts evenly, or if biases are asked for.
+        ConfigError: If the ranks cannot share the experts evenly, the dispatcher cannot be had, or biases are asked
+            for.
     """
     mesh = build.mesh
     ffn_size = moe.moe_ffn_hidden_size or model.ffn_width
@@ -115,11 +125,10 @@ def build_moe_layer(
         if shared_size
         else None
     )
-    group = mesh.ep_etp_group
     return MoELayer(
         router,
         experts,
-        LocalDispatcher() if group is None else AllToAllDispatcher(group, execution.host_reader, mesh.etp_size),
+        _load_dispatcher(moe, execution, mesh),
         shared_expert,
         RouterBalance(
             layer_index=placement.layer_index,
@@ -136,6 +145,20 @@ def build_moe_layer(
             overlap_shared_expert=moe.moe_shared_expert_overlap,
         ),
     )
+
+
+def _load_dispatcher(moe: MoEConfig, execution: MoEExecution, mesh: ParallelMesh) -> Dispatcher:
+    needs = DispatcherNeeds(
+        group=mesh.ep_etp_group,
+        num_experts=moe.num_experts,
+        host_reader=execution.host_reader,
+        device=execution.device,
+        dtype=execution.dtype,
+        num_replicas=mesh.etp_size,
+        num_chunks=moe.moe_overlap_chunks,
+        deepep_buffers=execution.deepep_buffers,
+    )
+    return load_dispatcher(moe.moe_token_dispatcher_type, needs)
 
 
 def _check(model: ModelConfig, moe: MoEConfig, mesh: ParallelMesh, ffn_size: int) -> None:

@@ -1,242 +1,158 @@
-"""How rows get to their experts and back: inside one rank, or over the ranks that share the experts.
+"""How rows get to their experts and back: what every dispatcher offers, and the one that never leaves its rank.
 
-Both dispatchers start from one :class:`TokenGroups` and never sort again. Over ranks, rows in expert order already are
-in rank order, because rank p owns a contiguous range of experts; the splits are sums of the same histogram. Received
-rows come by (source rank, expert) and experts want (expert, source rank): that regrouping follows by arithmetic from
-the matrix of exchanged counts.
+A dispatcher starts from the router's choice. ``begin`` groups it and starts what can start without knowing what other
+ranks send; ``send`` puts rows on their way; ``run`` waits for them, lets the experts compute and adds up each token's
+results. What a layer computes between the three runs beside the exchanges. The state of a micro-batch lives in its
+:class:`Dispatch`, so a dispatcher keeps none, and what a recompute reuses is ``Dispatch.metadata``.
 
-With expert tensor parallelism Q ranks hold a part of the ffn width of the same experts. Each row goes to all Q in the
-same exchange, once each, because the collective reads its rows from disjoint places; it is copied there straight from
-its token. The Q partial results come back to the sender, who adds them up.
+A layer is dropless: every pair has an expert.
 
-A layer is dropless: every pair has an expert, so no row stands past the last offset. Dispatchers keep no state between
-calls: what ``combine`` needs is returned by the dispatch, and so is what a recompute of the layer reuses.
+Stands between the router and the experts, and again behind the experts. The dispatchers over ranks are in
+``dispatcher_alltoall.py`` and ``dispatcher_tokens.py``, their names in ``dispatcher_registry.py``.
 
-Stands between the router and the experts, and again behind the experts.
-
-Shape suffixes: T tokens, D model, K top-k, N = T*K pairs, R received rows, P ranks of the exchange (expert-parallel
-times expert-tensor-parallel ones), E experts, e local experts.
+Shape suffixes: T tokens, D model, K top-k, R received rows, E experts, e local experts.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_glue.ops.grouping import replicate_groups
-from megatron_glue.ops.host_reader import HostReader
-from megatron_glue.ops.permute import gather_rows, permute_rows, sum_replicas, unpermute_rows
-from megatron_glue.parallel.collectives import all_to_all_rows, start_all_to_all_equal
-from megatron_glue.parallel.row_exchange import RowExchange
-from megatron_glue.types import DispatchMetadata, ReplicatedGroups, TokenGroups
+from megatron_glue.moe.experts import ComputeExperts
+from megatron_glue.ops.permute import permute_rows, unpermute_rows
+from megatron_glue.types import DispatchMetadata, TokenGroups, TokenMetadata
+
+SplitExperts = Callable[[Sequence[int], torch.dtype], list[ComputeExperts]]
+"""(numbers of local experts with sum e, compute dtype) -> what computes so many experts, in order."""
+
+GroupTokens = Callable[[Tensor, int, int], TokenGroups]
+"""(int64 ids [T, K], number of experts, number of ranks that share them) -> the grouping, sentinels at the tail."""
 
 
 @dataclass(frozen=True, eq=False)
-class StartedDispatch:
-    """Rows on their way to experts.
+class RoutedTokens:
+    """What the router hands to a dispatcher.
 
     Attributes:
-        rows: What :meth:`Dispatcher.finish_dispatch` turns into rows; not to be read.
-        exchange: The exchange that they are part of; ``None`` on one rank.
-        metadata: What :meth:`Dispatcher.combine` needs.
+        x_TD: This rank's tokens.
+        expert_ids_TK: int64. Their experts.
+        weights_TK: fp32. Weights of these; differentiable.
+        num_rows: Rows that every rank brings, tokens and padding together: the same number on all of them.
     """
 
-    rows: Tensor
-    exchange: RowExchange | None
-    metadata: DispatchMetadata
+    x_TD: Tensor
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    num_rows: int
+
+
+class Dispatch(ABC):
+    """One micro-batch on its way through the experts.
+
+    Attributes:
+        counts_E: int64. This rank's pairs of each expert.
+    """
+
+    counts_E: Tensor
+
+    @abstractmethod
+    def send(self) -> None:
+        """Put rows on their way. The host may have to wait for the sizes of the exchange here, and nowhere else."""
+
+    @abstractmethod
+    def run(self, split_experts: SplitExperts) -> Tensor:
+        """Wait for rows, compute, bring results back and add up each token's K, weighted.
+
+        Args:
+            split_experts: Gives the experts of this rank; where they are split over ranks, they return their share of
+                each sum.
+
+        Returns:
+            [T, D]. Differentiable with respect to tokens, weights and the experts' parameters.
+        """
+
+    @property
+    @abstractmethod
+    def metadata(self) -> DispatchMetadata | TokenMetadata:
+        """What a second dispatch of the same choice reuses; known once the dispatch has run."""
 
 
 class Dispatcher(Protocol):
     """Brings rows to experts and results back."""
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks that the experts are divided among: each owns a contiguous range of them."""
-        ...
-
-    @property
     def is_local(self) -> bool:
         """Whether all experts are here, whole."""
         ...
 
-    def start_dispatch(
-        self, x_TD: Tensor, groups: TokenGroups, reuse: DispatchMetadata | None = None
-    ) -> StartedDispatch:
-        """Start to bring each token's row to its K experts.
+    def begin(
+        self,
+        tokens: RoutedTokens,
+        group_tokens: GroupTokens,
+        reuse: DispatchMetadata | TokenMetadata | None = None,
+    ) -> Dispatch:
+        """Group the choice and start what needs no other rank.
 
         Args:
-            x_TD: This rank's tokens.
-            groups: Their grouping over all experts, with splits for ``num_ranks`` ranks.
-            reuse: The metadata of an earlier dispatch of the same groups: nothing is exchanged but rows.
+            tokens: This rank's tokens.
+            group_tokens: Groups ids by expert.
+            reuse: The metadata of an earlier dispatch of the same choice: nothing is grouped, and nothing exchanged but
+                rows.
 
         Returns:
-            What runs now. Whatever is computed before it is finished runs beside the exchange, in backward too.
-        """
-        ...
-
-    def finish_dispatch(self, started: StartedDispatch) -> Tensor:
-        """Wait for the rows.
-
-        Args:
-            started: From :meth:`start_dispatch`.
-
-        Returns:
-            [R, D] rows ordered by local expert, ``metadata.counts_e`` of each. Differentiable.
-        """
-        ...
-
-    def combine(self, y_RD: Tensor, metadata: DispatchMetadata, weights_TK: Tensor) -> Tensor:
-        """Bring results back and add up each token's K, weighted.
-
-        Args:
-            y_RD: Results in the order of the dispatched rows; where experts are split, this rank's share of each sum.
-            metadata: Of the dispatch.
-            weights_TK: Weights of the choices.
-
-        Returns:
-            [T, D]. Differentiable with respect to results and weights.
+            The dispatch; :meth:`Dispatch.send` and :meth:`Dispatch.run` follow, once each.
         """
         ...
 
 
 class LocalDispatcher:
-    """All experts on this rank: no collective, no host read."""
+    """All experts on this rank: no collective, no host read.
 
-    num_ranks = 1
+    Args:
+        num_experts: E.
+    """
+
     is_local = True
 
-    def start_dispatch(
-        self, x_TD: Tensor, groups: TokenGroups, reuse: DispatchMetadata | None = None
-    ) -> StartedDispatch:
-        """See :class:`Dispatcher`; nothing is left to be waited for."""
-        metadata = reuse or DispatchMetadata(
-            groups=groups,
-            send_splits=None,
-            receive_splits=None,
-            regroup_R=None,
-            regroup_inverse_R=None,
-            counts_e=groups.counts_E,
-        )
-        return StartedDispatch(permute_rows(x_TD, groups, has_sentinels=False), None, metadata)
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
 
-    def finish_dispatch(self, started: StartedDispatch) -> Tensor:
+    def begin(
+        self,
+        tokens: RoutedTokens,
+        group_tokens: GroupTokens,
+        reuse: DispatchMetadata | TokenMetadata | None = None,
+    ) -> Dispatch:
         """See :class:`Dispatcher`."""
-        return started.rows
-
-    def combine(self, y_RD: Tensor, metadata: DispatchMetadata, weights_TK: Tensor) -> Tensor:
-        """See :class:`Dispatcher`."""
-        return unpermute_rows(y_RD, metadata.groups, weights_TK, has_sentinels=False)
-
-
-class AllToAllDispatcher:
-    """Experts shared by the ranks of a group: one exchange of counts, one of rows each way.
-
-    The splits of the row exchange must be known on the host: one read per dispatch, after the rows were permuted, and
-    none when metadata is reused. The counts travel while the rows are permuted.
-
-    Args:
-        group: The ranks; those that hold parts of the same experts stand next to each other.
-        host_reader: Counts the read.
-        num_replicas: Ranks that hold a part of the same experts.
-
-    Raises:
-        ValueError: If these do not divide the group.
-    """
-
-    is_local = False
-
-    def __init__(self, group: ProcessGroup, host_reader: HostReader, num_replicas: int = 1) -> None:
-        if group.size() % num_replicas:
-            raise ValueError(f"num_replicas={num_replicas}: does not divide the group of {group.size()} ranks")
-        self.group = group
-        self.num_ranks = group.size() // num_replicas
-        self._num_replicas = num_replicas
-        self._host_reader = host_reader
-
-    def start_dispatch(
-        self, x_TD: Tensor, groups: TokenGroups, reuse: DispatchMetadata | None = None
-    ) -> StartedDispatch:
-        """See :class:`Dispatcher`."""
-        replicated = reuse.replicated if reuse else None
-        if reuse is None and self._num_replicas > 1:
-            replicated = replicate_groups(groups, self._num_replicas)
-        sent = groups if replicated is None else replicated.groups
-        counting = None if reuse else start_all_to_all_equal(sent.counts_E.view(self.group.size(), -1), self.group)
-        rows = permute_rows(x_TD, sent, has_sentinels=False)
-        if counting is None:
-            assert reuse is not None, "counts are exchanged unless metadata is reused"
-            metadata = reuse
-        else:
-            metadata = self._plan(groups, replicated, counting.wait())
-        assert metadata.send_splits is not None, "an exchange has its splits"
-        assert metadata.receive_splits is not None, "an exchange has its splits"
-        exchange = RowExchange(metadata.send_splits, metadata.receive_splits, self.group)
-        return StartedDispatch(exchange.start(rows), exchange, metadata)
-
-    def finish_dispatch(self, started: StartedDispatch) -> Tensor:
-        """See :class:`Dispatcher`."""
-        assert started.exchange is not None, "rows were sent by an exchange"
-        rows_RD = started.exchange.finish(started.rows)
-        metadata = started.metadata
-        if metadata.regroup_R is None:
-            return rows_RD
-        assert metadata.regroup_inverse_R is not None, "a permutation comes with its inverse"
-        return gather_rows(rows_RD, metadata.regroup_R, metadata.regroup_inverse_R)
-
-    def combine(self, y_RD: Tensor, metadata: DispatchMetadata, weights_TK: Tensor) -> Tensor:
-        """See :class:`Dispatcher`."""
-        if metadata.regroup_R is not None:
-            assert metadata.regroup_inverse_R is not None, "a permutation comes with its inverse"
-            y_RD = gather_rows(y_RD, metadata.regroup_inverse_R, metadata.regroup_R)
-        y_ND = all_to_all_rows(y_RD, metadata.receive_splits, metadata.send_splits, self.group)
-        if metadata.replicated is not None:
-            # Before the weights, so that backward keeps one row of a pair and not one of each part.
-            y_ND = sum_replicas(y_ND, metadata.replicated)
-        return unpermute_rows(y_ND, metadata.groups, weights_TK, has_sentinels=False)
-
-    def _plan(self, groups: TokenGroups, replicated: ReplicatedGroups | None, counts_Pe: Tensor) -> DispatchMetadata:
-        """Splits on the host and the regrouping on the device, from the counts that all ranks exchanged."""
-        sent_P = (groups if replicated is None else replicated.groups).rank_splits_P
-        send_splits, receive_splits = self._host_reader.read(torch.stack((sent_P, counts_Pe.sum(1))))
-        regroup_R, regroup_inverse_R = regrouping(counts_Pe, sum(receive_splits))
-        return DispatchMetadata(
-            groups=groups,
-            send_splits=tuple(send_splits),
-            receive_splits=tuple(receive_splits),
-            regroup_R=regroup_R,
-            regroup_inverse_R=regroup_inverse_R,
-            counts_e=counts_Pe.sum(0),
-            replicated=replicated,
-        )
+        if reuse is None:
+            groups = group_tokens(tokens.expert_ids_TK, self._num_experts, 1)
+            reuse = DispatchMetadata(groups.counts_E, groups)
+        assert isinstance(reuse, DispatchMetadata), "a layer keeps its dispatcher"
+        return _LocalDispatch(tokens, reuse)
 
 
-def regrouping(counts_Pe: Tensor, num_rows: int) -> tuple[Tensor | None, Tensor | None]:
-    """The permutation from (source rank, expert) order to (expert, source rank) order, without a sort.
+class _LocalDispatch(Dispatch):
+    def __init__(self, tokens: RoutedTokens, metadata: DispatchMetadata) -> None:
+        self.counts_E = metadata.counts_E
+        self._metadata = metadata
+        self._weights_TK = tokens.weights_TK
+        self._rows_RD = permute_rows(tokens.x_TD, metadata.groups, has_sentinels=False)
 
-    Rows of one (rank, expert) block stay together, so each row moves by its block's shift: the difference of the
-    block's starts in the two orders, which are running sums of the counts in row-major and column-major order.
+    def send(self) -> None:
+        """Nothing leaves this rank."""
 
-    Args:
-        counts_Pe: int64 rows received from each rank for each local expert.
-        num_rows: R, their sum (host integer, so that nothing waits for it).
+    def run(self, split_experts: SplitExperts) -> Tensor:
+        """See :class:`Dispatch`."""
+        (compute,) = split_experts([self.counts_E.shape[0]], self._rows_RD.dtype)
+        y_RD = compute(self._rows_RD, self.counts_E)
+        return unpermute_rows(y_RD, self._metadata.groups, self._weights_TK, has_sentinels=False)
 
-    Returns:
-        regroup_R: int64, received row that stands at each regrouped row; ``None`` if the orders are the same.
-        inverse_R: int64, its inverse; ``None`` likewise.
-    """
-    num_ranks, num_local_experts = counts_Pe.shape
-    if num_ranks == 1 or num_local_experts == 1:
-        return None, None
-    by_expert = counts_Pe.t().reshape(-1)
-    by_rank = counts_Pe.reshape(-1)
-    start_by_expert_Pe = (by_expert.cumsum(0) - by_expert).view(num_local_experts, num_ranks).t()
-    start_by_rank_Pe = (by_rank.cumsum(0) - by_rank).view(num_ranks, num_local_experts)
-    shift_Pe = start_by_rank_Pe - start_by_expert_Pe
-    rows_R = torch.arange(num_rows, device=counts_Pe.device)
-    regroup_R = rows_R + torch.repeat_interleave(shift_Pe.t().reshape(-1), by_expert, output_size=num_rows)
-    inverse_R = rows_R - torch.repeat_interleave(shift_Pe.reshape(-1), by_rank, output_size=num_rows)
-    return regroup_R, inverse_R
+    @property
+    def metadata(self) -> DispatchMetadata:
+        """See :class:`Dispatch`."""
+        return self._metadata

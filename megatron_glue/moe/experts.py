@@ -18,6 +18,10 @@ SwiGLU, F for GELU).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +30,10 @@ from megatron_glue.backends.grouped_mm import GroupedMM
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.ops.swiglu import swiglu
 from megatron_glue.parallel.precision import local
+
+ComputeExperts = Callable[[Tensor, Tensor], Tensor]
+"""(rows [R, D] in the order of some experts, int64 rows of each of them) -> [R, D] in the same order. Rows past the
+last one of these belong to nobody; their results are never read."""
 
 
 class GroupedExperts(nn.Module):
@@ -61,10 +69,38 @@ class GroupedExperts(nn.Module):
             [R, D] in the same order. An expert without rows gets zero gradients. Nothing is read on the host here;
             whether ``grouped_mm`` does depends on the device (``backends/grouped_mm.py``).
         """
-        offsets_e = counts_e.cumsum(0)
-        gate_up_eGD, down_eDF = self._weights(x_RD.dtype)
-        gate_up_RG = self._grouped_mm(x_RD, gate_up_eGD.transpose(1, 2), offsets_e)
-        return self._grouped_mm(self._activate(gate_up_RG), down_eDF.transpose(1, 2), offsets_e)
+        return self._compute(x_RD, counts_e, *self._weights(x_RD.dtype))
+
+    def split(self, sizes: Sequence[int], dtype: torch.dtype) -> list[ComputeExperts]:
+        """Cut the experts into groups that are computed one after the other.
+
+        Args:
+            sizes: Experts of each group, with sum e.
+            dtype: Of the rows.
+
+        Returns:
+            For each group what :meth:`forward` is for all experts. Weights are read, and their gradients put together,
+            once for all groups.
+        """
+        if len(sizes) == 1:
+            return [self.forward]
+        weights = zip(*(weight.split(list(sizes)) for weight in self._weights(dtype)), strict=True)
+        return [partial(self._compute, gate_up_eGD=gate_up, down_eDF=down) for gate_up, down in weights]
+
+    def split_by_slice(self, sizes: Sequence[int], dtype: torch.dtype, host_reader: HostReader) -> list[ComputeExperts]:
+        """Cut the experts into groups that :meth:`forward_by_slice` computes.
+
+        Args:
+            sizes: Experts of each group, with sum e.
+            dtype: Of the rows.
+            host_reader: Counts one read per group.
+
+        Returns:
+            As :meth:`split`.
+        """
+        weights = iter(self._weights_of_each_expert(dtype))
+        of_groups = [list(islice(weights, size)) for size in sizes]
+        return [partial(self._compute_slices, weights=of_group, host_reader=host_reader) for of_group in of_groups]
 
     def forward_by_mask(
         self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, host_reader: HostReader
@@ -93,15 +129,28 @@ class GroupedExperts(nn.Module):
 
         Args:
             x_RD: Rows in expert order.
-            counts_e: int64 rows of each expert, with sum R.
+            counts_e: int64 rows of each expert; rows past their sum are nobody's.
             host_reader: Counts one read, of the counts.
 
         Returns:
-            [R, D] in the same order.
+            [R, D] in the same order; zeros for rows that are nobody's.
         """
-        slices = x_RD.split(host_reader.read(counts_e))
-        experts = self._weights_of_each_expert(x_RD.dtype)
-        return torch.cat([self._one_expert(x_rD, *weights) for x_rD, weights in zip(slices, experts, strict=True)])
+        (compute,) = self.split_by_slice([self.num_local_experts], x_RD.dtype, host_reader)
+        return compute(x_RD, counts_e)
+
+    def _compute(self, x_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> Tensor:
+        offsets_e = counts_e.cumsum(0)
+        gate_up_RG = self._grouped_mm(x_RD, gate_up_eGD.transpose(1, 2), offsets_e)
+        return self._grouped_mm(self._activate(gate_up_RG), down_eDF.transpose(1, 2), offsets_e)
+
+    def _compute_slices(
+        self, x_RD: Tensor, counts_e: Tensor, weights: list[tuple[Tensor, Tensor]], host_reader: HostReader
+    ) -> Tensor:
+        counts = host_reader.read(counts_e)
+        num_left = x_RD.shape[0] - sum(counts)
+        *slices, _ = x_RD.split([*counts, num_left])
+        results = [self._one_expert(x_rD, *weight) for x_rD, weight in zip(slices, weights, strict=True)]
+        return torch.cat([*results, x_RD.new_zeros(num_left, x_RD.shape[1])] if num_left else results)
 
     def _weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return local(self.gate_up_weight, dtype).flatten(1, 2), local(self.down_weight, dtype)

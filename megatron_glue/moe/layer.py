@@ -13,18 +13,20 @@ Shape suffixes: T tokens, D model, K top-k, R received rows, E experts, e local 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_glue.moe.balance import OwnRows, RouterBalance
-from megatron_glue.moe.dispatcher import Dispatcher, StartedDispatch
-from megatron_glue.moe.experts import GroupedExperts
+from megatron_glue.moe.dispatcher import Dispatch, Dispatcher, RoutedTokens
+from megatron_glue.moe.experts import ComputeExperts, GroupedExperts
 from megatron_glue.moe.router import Router, Routing
 from megatron_glue.ops.grouping import GroupingImplementation, count_ids, group_tokens
 from megatron_glue.ops.host_reader import HostReader
-from megatron_glue.types import DispatchMetadata, ForwardContext, RoutingDecision, TokenGroups
+from megatron_glue.types import ForwardContext, RoutingDecision, TokenGroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,22 +96,26 @@ class MoELayer(nn.Module):
         valid_TD = x_TD[: rows.num_valid] if num_pad else x_TD
         saved = self._saved_decision(context)
         routing = self.router(valid_TD, None if saved is None else saved.expert_ids_TK)
-        is_overlapped = self.config.overlap_shared_expert and not self.dispatcher.is_local
-        # Before the dispatch, so that a GPU has work while the host waits for the splits.
-        shared_TD = None if is_overlapped else self._run_shared(x_TD, valid_TD, context)
-        groups, started = self._start_experts(valid_TD, routing, saved)
-        counts_E = groups.counts_E if groups else count_ids(routing.expert_ids_TK, self.router.config.num_experts)
+        dispatch = self._begin_dispatch(
+            RoutedTokens(valid_TD, routing.expert_ids_TK, routing.weights_TK, rows.num_rows), saved
+        )
+        counts_E = dispatch.counts_E if dispatch else count_ids(routing.expert_ids_TK, self.router.config.num_experts)
         counting = None if saved else self.balance.start_counts(routing, counts_E, rows, context)
+        is_overlapped = self.config.overlap_shared_expert and not self.dispatcher.is_local
+        # Before rows are sent, so that a GPU has work while the host waits for the splits; or beside the rows.
+        shared_TD = None if is_overlapped else self._run_shared(x_TD, valid_TD, context)
+        if dispatch is not None:
+            dispatch.send()
         if is_overlapped:
             shared_TD = self._run_shared(x_TD, valid_TD, context)
-        out_TD = self._finish_experts(valid_TD, routing, started)
+        out_TD = self._run_experts(valid_TD, routing) if dispatch is None else dispatch.run(self._split_experts)
         if shared_TD is not None:
             out_TD = out_TD + shared_TD
         balance_counts = saved.balance_counts if saved else counting.wait() if counting else None
         out_TD = self.balance.finish(out_TD, routing, counts_E, balance_counts, rows, context)
         if saved is None and context.decisions is not None:
-            dispatch = None if started is None else started.metadata
-            decision = RoutingDecision(routing.expert_ids_TK, dispatch, balance_counts)
+            metadata = None if dispatch is None else dispatch.metadata
+            decision = RoutingDecision(routing.expert_ids_TK, metadata, balance_counts)
             context.decisions.put(self._decision_key, decision)
         return F.pad(out_TD, (0, 0, 0, num_pad)) if num_pad else out_TD
 
@@ -134,35 +140,28 @@ class MoELayer(nn.Module):
         out_TD = self.shared_expert(x_TD, context)
         return out_TD[: valid_TD.shape[0]] if valid_TD is not x_TD else out_TD
 
-    def _start_experts(
-        self, x_TD: Tensor, routing: Routing, saved: RoutingDecision | None
-    ) -> tuple[TokenGroups | None, StartedDispatch | None]:
-        """Send tokens to their experts; nothing is grouped or sent by the loop over masks on one rank."""
+    def _begin_dispatch(self, tokens: RoutedTokens, saved: RoutingDecision | None) -> Dispatch | None:
+        """Group tokens by expert; the loop over masks on one rank neither groups nor sends."""
         if not self.config.one_pass and self.dispatcher.is_local:
-            return None, None
-        reuse: DispatchMetadata | None = saved.dispatch if saved else None
-        groups = (
-            reuse.groups
-            if reuse
-            else group_tokens(
-                routing.expert_ids_TK,
-                self.router.config.num_experts,
-                num_ranks=self.dispatcher.num_ranks,
-                method="one-pass" if self.config.one_pass else "loop",
-                implementation=self.config.grouping_implementation,
-                host_reader=self.config.host_reader,
-            )
-        )
-        return groups, self.dispatcher.start_dispatch(x_TD, groups, reuse)
+            return None
+        return self.dispatcher.begin(tokens, self._group_tokens, saved.dispatch if saved else None)
 
-    def _finish_experts(self, x_TD: Tensor, routing: Routing, started: StartedDispatch | None) -> Tensor:
-        """Compute what arrives and bring it back; without an exchange, loop over masks."""
-        host_reader = self.config.host_reader
-        if started is None:
-            return self.experts.forward_by_mask(x_TD, routing.expert_ids_TK, routing.weights_TK, host_reader)
-        x_RD, counts_e = self.dispatcher.finish_dispatch(started), started.metadata.counts_e
+    def _group_tokens(self, expert_ids_TK: Tensor, num_experts: int, num_ranks: int) -> TokenGroups:
+        return group_tokens(
+            expert_ids_TK,
+            num_experts,
+            num_ranks=num_ranks,
+            method="one-pass" if self.config.one_pass else "loop",
+            implementation=self.config.grouping_implementation,
+            host_reader=self.config.host_reader,
+        )
+
+    def _split_experts(self, sizes: Sequence[int], dtype: torch.dtype) -> list[ComputeExperts]:
         if self.config.one_pass:
-            y_RD = self.experts(x_RD, counts_e)
-        else:
-            y_RD = self.experts.forward_by_slice(x_RD, counts_e, host_reader)
-        return self.dispatcher.combine(y_RD, started.metadata, routing.weights_TK)
+            return self.experts.split(sizes, dtype)
+        return self.experts.split_by_slice(sizes, dtype, self.config.host_reader)
+
+    def _run_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """The loop over masks."""
+        host_reader = self.config.host_reader
+        return self.experts.forward_by_mask(x_TD, routing.expert_ids_TK, routing.weights_TK, host_reader)

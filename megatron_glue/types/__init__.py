@@ -1,7 +1,7 @@
 """Floor 0: frozen contracts between rooms, with their invariants. No computation, no configuration."""
 
 from megatron_glue.types.context_shard import ContextShard
-from megatron_glue.types.dispatch import DispatchMetadata, RoutingDecision
+from megatron_glue.types.dispatch import DispatchMetadata, ExchangeLayout, RoutingDecision, TokenMetadata
 from megatron_glue.types.forward_context import ForwardContext, RouterRecord, SavedDecisions
 from megatron_glue.types.packed_batch import IGNORE_LABEL, PackedBatch
 from megatron_glue.types.packed_sequence import PAD_SEGMENT_ID, PackedSequence
@@ -13,6 +13,7 @@ __all__ = [
     "PAD_SEGMENT_ID",
     "ContextShard",
     "DispatchMetadata",
+    "ExchangeLayout",
     "ForwardContext",
     "PackedBatch",
     "PackedSequence",
@@ -22,4 +23,5 @@ __all__ = [
     "SavedDecisions",
     "StepInputs",
     "TokenGroups",
+    "TokenMetadata",
 ]

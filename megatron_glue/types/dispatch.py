@@ -1,14 +1,15 @@
-"""What the expert-parallel dispatcher must remember between dispatch and combine.
+"""What an expert-parallel dispatcher found out about a micro-batch, so that its recompute need not find out again.
 
-Returned by ``dispatch`` and handed back to ``combine``, never stored on the dispatcher, so that several micro-batches
-can be in flight. The routing decision is what recompute reuses instead of routing, grouping and exchanging anew.
+A dispatch returns it and the routing decision keeps it; it is never stored on the dispatcher, so that several
+micro-batches can be in flight. Recompute then exchanges rows and nothing else.
 
-Shape suffixes: T tokens, K top-k, R received rows, e experts of this rank.
+Shape suffixes: T tokens, K top-k, E experts, R received rows, e experts of this rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,28 +17,62 @@ from megatron_glue.types.token_groups import ReplicatedGroups, TokenGroups
 
 
 @dataclass(frozen=True, eq=False)
-class DispatchMetadata:
-    """The layout of one exchange.
+class ExchangeLayout:
+    """One exchange of rows: all of them, or those for some of each rank's experts.
 
     Attributes:
-        groups: Grouping of this rank's own pairs.
-        send_splits: Rows sent to each rank of the exchange (host integers; ``None`` where nothing is exchanged).
-        receive_splits: Rows received from each of them (host integers; ``None`` likewise).
+        send_splits: Rows sent to each rank of the exchange (host integers).
+        receive_splits: Rows received from each of them (host integers).
         regroup_R: int64. Received row that stands at each row of the local expert order; ``None`` when the received
             order already is the expert order.
         regroup_inverse_R: int64. Inverse of ``regroup_R``.
-        counts_e: int64. Rows of each local expert after the exchange.
+        counts_e: int64. Rows of each local expert that the exchange is for.
+    """
+
+    send_splits: tuple[int, ...]
+    receive_splits: tuple[int, ...]
+    regroup_R: Tensor | None
+    regroup_inverse_R: Tensor | None
+    counts_e: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchMetadata:
+    """The layout of a dispatch that sends one row per pair, or keeps all of them here.
+
+    Attributes:
+        counts_E: int64. This rank's pairs of each expert.
+        groups: Grouping of this rank's own pairs; its order of experts is that of the exchanges.
+        exchanges: Exchanges in order; none where all experts are here.
         replicated: The grouping of the rows that are sent, where several ranks hold a part of each expert; ``None``
             where they are those of ``groups``.
     """
 
+    counts_E: Tensor
     groups: TokenGroups
-    send_splits: tuple[int, ...] | None
-    receive_splits: tuple[int, ...] | None
-    regroup_R: Tensor | None
-    regroup_inverse_R: Tensor | None
-    counts_e: Tensor
+    exchanges: tuple[ExchangeLayout, ...] = ()
     replicated: ReplicatedGroups | None = None
+
+    @property
+    def sent(self) -> TokenGroups:
+        """Grouping of the rows that are sent."""
+        return self.groups if self.replicated is None else self.replicated.groups
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMetadata:
+    """The layout of a dispatch that brings whole tokens to the ranks of their experts.
+
+    Attributes:
+        counts_E: int64. This rank's pairs of each expert.
+        groups: Grouping by local expert of all pairs of the tokens that were brought here; pairs of other ranks'
+            experts are sentinels.
+        handle: What the exchange itself needs to be repeated.
+    """
+
+    counts_E: Tensor
+    groups: TokenGroups
+    handle: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,5 +87,5 @@ class RoutingDecision:
     """
 
     expert_ids_TK: Tensor
-    dispatch: DispatchMetadata | None
+    dispatch: DispatchMetadata | TokenMetadata | None
     balance_counts: Tensor | None = None

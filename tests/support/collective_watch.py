@@ -17,9 +17,13 @@ _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::addmm_"})
 class _RecordedWork:
     def __init__(self, work: Any, name: str, events: list[str]) -> None:
         self._work, self._name, self._events = work, name, events
+        self._is_awaited = False
 
     def wait(self) -> None:
-        self._events.append(f"{self._name} done")
+        # Several streams of a GPU may wait for one collective; on a CPU the first to wait has waited for all.
+        if not self._is_awaited:
+            self._events.append(f"{self._name} done")
+        self._is_awaited = True
         self._work.wait()
 
 
@@ -28,8 +32,8 @@ class CollectiveWatch(TorchDispatchMode):
 
     Attributes:
         events: ``gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` where one starts without waiting (with
-            ``, waits`` where it waits at once), the same word with ``done`` where its result is awaited, and
-            ``product``.
+            ``, waits`` where it waits at once), the same word with ``done`` where its result is first awaited,
+            and ``product``.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from megatron_glue.backends.grouped_mm import grouped_mm_torch
 from megatron_glue.layers.initialisation import init_expert_normal_, init_normal_
 from megatron_glue.moe.balance import RouterBalance
 from megatron_glue.moe.build import expert_spec
-from megatron_glue.moe.dispatcher import AllToAllDispatcher, LocalDispatcher
+from megatron_glue.moe.dispatcher_registry import DispatcherNeeds, load_dispatcher
 from megatron_glue.moe.experts import GroupedExperts
 from megatron_glue.moe.layer import MoELayer, MoELayerConfig
 from megatron_glue.moe.router import Router, RouterConfig
@@ -41,6 +41,8 @@ class MoECase:
     balance_documents: bool = False
     layer_index: int = 0
     overlap_shared_expert: bool = False
+    dispatcher: str = "alltoall"
+    num_chunks: int = 1
 
     def with_(self, **changes: Any) -> MoECase:
         """A copy with some fields changed."""
@@ -73,11 +75,19 @@ class MoECase:
             spec = expert_spec(name, param, mesh)
             init_expert_normal_(param, 0.3, 7, spec, spec.local_slices(mesh.axis_sizes, mesh.axis_ranks))
             set_shard_spec(param, spec)
-        group = mesh.ep_etp_group
+        needs = DispatcherNeeds(
+            group=mesh.ep_etp_group,
+            num_replicas=mesh.etp_size,
+            num_experts=self.num_experts,
+            num_chunks=self.num_chunks,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            host_reader=reader,
+        )
         return MoELayer(
             router,
             experts,
-            LocalDispatcher() if group is None else AllToAllDispatcher(group, reader, mesh.etp_size),
+            load_dispatcher(self.dispatcher, needs),
             shared_expert,
             RouterBalance(
                 self.layer_index, self.aux_loss_coeff, self.z_loss_coeff, self.balance_documents, mesh.tp_cp_group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -39,15 +40,20 @@ class Layout:
         return self.tp * self.cp * len(self.lengths)
 
     def mesh(self) -> ParallelMesh:
-        """Build the mesh; every rank must call this."""
-        sizes = {
-            "tensor_model_parallel_size": self.tp,
-            "sequence_parallel": self.tp > 1,
-            "context_parallel_size": self.cp,
-            "expert_model_parallel_size": self.ep,
-            "expert_tensor_parallel_size": self.etp,
-        }
-        return ParallelMesh.build(ParallelConfig.model_validate(sizes), "cpu")
+        """The mesh, built once per process; every rank must call this."""
+        return _mesh(self.tp, self.cp, self.ep, self.etp)
+
+
+@cache
+def _mesh(tp: int, cp: int, ep: int, etp: int) -> ParallelMesh:
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "context_parallel_size": cp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+    }
+    return ParallelMesh.build(ParallelConfig.model_validate(sizes), "cpu")
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,6 +33,7 @@ OPTIONAL_LIBRARIES = (
     "hypothesis",
     "pytest",
     "deepspeed",
+    "deep_ep",
     "transformer_engine",
     "apex",
     "wandb",

@@ -134,6 +134,23 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "--moe-shared-expert-overlap",
         "no shared expert",
     ),
+    (
+        "more chunks than experts",
+        {"moe": {**EXPERTS, "moe_overlap_chunks": 5}, "parallel": {"expert_model_parallel_size": 2}},
+        2,
+        "--moe-overlap-chunks",
+        "a rank has 4 experts",
+    ),
+    (
+        "chunks of an all-gather",
+        {
+            "moe": {**EXPERTS, "moe_overlap_chunks": 2, "moe_token_dispatcher_type": "allgather"},
+            "parallel": {"expert_model_parallel_size": 2},
+        },
+        2,
+        "--moe-overlap-chunks",
+        "brings all tokens at once",
+    ),
 ]
 
 FINE: list[tuple[dict[str, Any], int]] = [

@@ -181,6 +181,11 @@ def test_offload_folder_without_write_permission(tmp_path: Path, monkeypatch: py
             },
             "--moe-shared-expert-overlap: no effect without",
         ),
+        ({"moe": {"num_experts": 4, "moe_overlap_chunks": 2}}, "--moe-overlap-chunks: no effect without --expert"),
+        (
+            {"moe": {"num_experts": 4, "moe_token_dispatcher_type": "allgather"}},
+            "--moe-token-dispatcher-type: no effect without --expert",
+        ),
     ],
 )
 def test_settings_without_effect_are_warned_about(changes: dict[str, Any], text: str) -> None:

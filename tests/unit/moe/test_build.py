@@ -9,6 +9,7 @@ from megatron_glue.backends.grouped_mm import grouped_mm_torch
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import ModelConfig, MoEConfig
 from megatron_glue.moe.build import MoEExecution, MoEPlacement, build_moe_layer
+from megatron_glue.moe.dispatcher_alltoall import AllToAllDispatcher
 from megatron_glue.moe.layer import MoELayer
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.parallel.mesh import ParallelMesh
@@ -134,6 +135,15 @@ def test_the_shared_expert_is_built_with_its_own_width():
     x = random_rows(5, 16)
     context = ForwardContext(PackedSequence.from_lengths([5]))
     assert torch.allclose(layer(x, context) - build()(x, context), layer.shared_expert(x, context), atol=1e-7)
+
+
+def test_the_dispatcher_is_built_as_configured():
+    moe = MoEConfig(num_experts=6, moe_overlap_chunks=3)
+    dispatcher = build(moe=moe, mesh=expert_mesh((0, 2))).dispatcher
+    assert isinstance(dispatcher, AllToAllDispatcher)
+    assert dispatcher.chunk_sizes == [1, 1, 1]
+    with pytest.raises(ConfigError, match="--moe-token-dispatcher-type=deepep"):
+        build(moe=MoEConfig(num_experts=6, moe_token_dispatcher_type="deepep"), mesh=expert_mesh((0, 2)))
 
 
 def test_what_cannot_be_built_is_refused():

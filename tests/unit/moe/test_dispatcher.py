@@ -1,78 +1,47 @@
-from typing import cast
+"""The dispatcher that sends nothing."""
 
-import pytest
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
-from megatron_glue.moe.dispatcher import AllToAllDispatcher, LocalDispatcher, regrouping
+from megatron_glue.moe.dispatcher import LocalDispatcher, RoutedTokens
+from megatron_glue.moe.experts import ComputeExperts
 from megatron_glue.ops.grouping import group_tokens
-from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.types import TokenGroups
 from tests.support.moe_cases import random_rows
-from tests.support.operator_watch import OperatorWatch
 from tests.support.tolerances import assert_close
 
-
-@given(st.data())
-@settings(max_examples=100, deadline=None)
-def test_regrouping_equals_a_stable_sort(data):
-    num_ranks = data.draw(st.integers(2, 5))
-    num_local = data.draw(st.integers(2, 5))
-    counts = data.draw(
-        st.lists(
-            st.lists(st.integers(0, 4), min_size=num_local, max_size=num_local),
-            min_size=num_ranks,
-            max_size=num_ranks,
-        )
-    )
-    counts_Pe = torch.tensor(counts)
-    experts_R = torch.arange(num_local).repeat(num_ranks).repeat_interleave(counts_Pe.reshape(-1))
-    index, inverse = regrouping(counts_Pe, experts_R.shape[0])
-    assert index is not None
-    assert inverse is not None
-    assert torch.equal(index, experts_R.argsort(stable=True))
-    assert torch.equal(inverse[index], torch.arange(experts_R.shape[0]))
+IDS = torch.tensor([[0, 2], [1, 2], [2, 0], [0, 1], [2, 1], [0, 2], [1, 0]])
 
 
-def test_regrouping_needs_nothing_when_orders_agree():
-    assert regrouping(torch.tensor([[3, 2]]), 5) == (None, None)
-    assert regrouping(torch.tensor([[3], [2]]), 5) == (None, None)
+def group(ids: Tensor, num_experts: int, num_ranks: int) -> TokenGroups:
+    return group_tokens(ids, num_experts, num_ranks=num_ranks)
 
 
-def test_f80_regrouping_neither_sorts_nor_waits():
-    counts_Pe = torch.tensor([[1, 0, 2], [4, 1, 0]])
-    with OperatorWatch() as watch:
-        regrouping(counts_Pe, 8)
-    assert watch.synchronising == []
-    assert not [name for name in watch.calls if "sort" in name]
+def test_without_experts_it_is_a_weighted_identity() -> None:
+    x, weights = random_rows(7, 4), torch.rand(7, 2)
+    seen: list[Tensor] = []
 
+    def split_experts(sizes: Sequence[int], dtype: torch.dtype) -> list[ComputeExperts]:
+        assert (sizes, dtype) == ([3], torch.float32)
+        return [lambda rows, counts: seen.extend((rows, counts)) or rows]
 
-def test_local_dispatch_and_combine_are_a_weighted_identity():
-    x = random_rows(7, 4)
-    ids = torch.tensor([[0, 2], [1, 2], [2, 0], [0, 1], [2, 1], [0, 2], [1, 0]])
-    weights = torch.rand(7, 2)
-    dispatcher = LocalDispatcher()
-    started = dispatcher.start_dispatch(x, group_tokens(ids, 3))
-    rows, metadata = dispatcher.finish_dispatch(started), started.metadata
-    assert metadata.counts_e.tolist() == [5, 4, 5]
+    dispatch = LocalDispatcher(3).begin(RoutedTokens(x, IDS, weights, 7), group)
+    dispatch.send()
+    out = dispatch.run(split_experts)
+    rows, counts = seen
+    assert counts.tolist() == dispatch.counts_E.tolist() == [5, 4, 5]
     assert torch.equal(rows[:5], x[[0, 2, 3, 5, 6]])
-    out = dispatcher.combine(rows, metadata, weights)
     assert_close(out, x * weights.sum(1, keepdim=True))
 
 
-def test_reused_metadata_is_returned_as_it_is():
-    x = random_rows(3, 4)
-    groups = group_tokens(torch.tensor([[0], [1], [0]]), 2)
-    dispatcher = LocalDispatcher()
-    metadata = dispatcher.start_dispatch(x, groups).metadata
-    assert dispatcher.start_dispatch(x, groups, metadata).metadata is metadata
+def test_reused_metadata_is_returned_as_it_is_and_nothing_is_grouped() -> None:
+    def refuse(ids: Tensor, num_experts: int, num_ranks: int) -> TokenGroups:
+        raise AssertionError("grouped twice")
 
-
-def test_replicas_that_do_not_divide_the_group_are_refused():
-    class FakeGroup:
-        def size(self) -> int:
-            return 4
-
-    with pytest.raises(ValueError, match="num_replicas=3"):
-        AllToAllDispatcher(cast(ProcessGroup, FakeGroup()), HostReader(), 3)
+    tokens = RoutedTokens(random_rows(7, 4), IDS, torch.rand(7, 2), 7)
+    metadata = LocalDispatcher(3).begin(tokens, group).metadata
+    assert LocalDispatcher(3).begin(tokens, refuse, metadata).metadata is metadata

@@ -3,6 +3,7 @@ import torch
 
 from megatron_glue.ops.grouping import group_tokens
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.ops.permute import permute_rows, unpermute_rows
 from tests.support.moe_cases import MoECase, dense_experts, random_rows
 from tests.support.operator_watch import OperatorWatch
 from tests.support.tolerances import assert_close
@@ -75,10 +76,9 @@ def test_mask_loop_equals_grouping_with_gradients():
     reader = HostReader()
     by_mask = layer.experts.forward_by_mask(x, ids, weights, reader)
     assert reader.count == 5
-    started = layer.dispatcher.start_dispatch(x, group_tokens(ids, 5))
-    rows, metadata = layer.dispatcher.finish_dispatch(started), started.metadata
-    counts = metadata.counts_e
-    by_group = layer.dispatcher.combine(layer.experts(rows, counts), metadata, weights)
+    groups = group_tokens(ids, 5)
+    rows = permute_rows(x, groups)
+    by_group = unpermute_rows(layer.experts(rows, groups.counts_E), groups, weights)
     probe = random_rows(9, 8, seed=3).detach()
     targets = (x, weights, *layer.experts.parameters())
     assert_close(by_group, by_mask)
@@ -125,3 +125,35 @@ def test_repeated_runs_are_bit_equal():
             runs.append((y, *torch.autograd.grad(y.square().sum(), (x, *layer.experts.parameters()))))
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
     assert watch.calls
+
+
+@pytest.mark.parametrize("way", ["grouped", "slices"])
+@pytest.mark.parametrize("sizes", [[5], [2, 3], [1, 1, 3]])
+def test_groups_of_experts_equal_all_of_them_at_once(way, sizes):
+    """Rows and every gradient; a group may be without rows."""
+    layer, x, reader = build(), random_rows(11, 8), HostReader()
+    targets = (x, *layer.experts.parameters())
+    probe = random_rows(11, 8, seed=3).detach()
+    expected = layer.experts(x, COUNTS)
+    wanted = torch.autograd.grad(expected, targets, probe)
+    groups = (
+        layer.experts.split(sizes, x.dtype)
+        if way == "grouped"
+        else layer.experts.split_by_slice(sizes, x.dtype, reader)
+    )
+    counts = COUNTS.split(sizes)
+    rows = x.split([int(each.sum()) for each in counts])
+    actual = torch.cat([compute(*each) for compute, *each in zip(groups, rows, counts, strict=True)])
+    assert_close(actual, expected)
+    for grad, wanted_grad in zip(torch.autograd.grad(actual, targets, probe), wanted, strict=True):
+        assert_close(grad, wanted_grad)
+    assert reader.count == (len(sizes) if way == "slices" else 0)
+
+
+def test_slices_return_zeros_for_rows_that_are_nobodys():
+    layer = build()
+    x = random_rows(13, 8)
+    y = layer.experts.forward_by_slice(x, COUNTS, HostReader())
+    assert torch.equal(y[:11], layer.experts.forward_by_slice(x[:11], COUNTS, HostReader()))
+    assert y.shape == x.shape
+    assert not y[11:].any()
