@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_glue.parallel import collectives
 
-_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::addmm_"})
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::addmm_", "mkldnn::_linear_pointwise"})
 
 
 class _RecordedWork:
