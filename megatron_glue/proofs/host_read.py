@@ -27,8 +27,9 @@ from megatron_glue.activation.recompute import _BlockCall
 from megatron_glue.ops import host_reader
 from megatron_glue.parallel.managed_block import ManagedBlock, canonical_name
 
-PACKAGE = Path(__file__).resolve().parents[1]
-_READER_FILE = str(Path(host_reader.__file__).resolve())
+# Like all names of files in a stack: as the import found them, through symbolic links or not.
+PACKAGE = Path(__file__).parents[1]
+_READER_FILE = host_reader.__file__
 _WATCH_FILES = frozenset(
     str(PACKAGE / "proofs" / f"{name}.py") for name in ("cuda_sync_watch", "host_read", "sync_watch", "tensor_methods")
 )
@@ -36,7 +37,6 @@ _LIBRARY_PATHS = [
     Path(torch.__file__).parent,
     *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 ]
-# A file's name in a stack is as the import found it, through symbolic links or not.
 _LIBRARIES = tuple({f"{form}/" for path in _LIBRARY_PATHS for form in (path, path.resolve())})
 _COMPREHENSION = re.compile(r"(\.<locals>\.<(listcomp|setcomp|dictcomp|genexpr)>)+$")
 _RECOMPUTE = _BlockCall._run_again.__code__
