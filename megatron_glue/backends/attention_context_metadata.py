@@ -19,12 +19,14 @@ piece of a block, S segments, J jobs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_glue.backends.attention_masks import BandSource, CausalBand, build_band
 from megatron_glue.backends.attention_metadata import effective_window, to_device
 from megatron_glue.types import ContextShard, PackedSequence
 
@@ -138,7 +140,15 @@ class _Jobs:
         return self.where((self.num_queries_J > 0) & (self.num_keys_J > 0))
 
 
-def build_context(sequence: PackedSequence, window: int, *, is_ring: bool, is_varlen: bool) -> ContextMetadata:
+def build_context(
+    sequence: PackedSequence,
+    window: int,
+    *,
+    is_ring: bool,
+    is_varlen: bool,
+    bands: BandSource = build_band,
+    token_ids_of_ranks: Sequence[np.ndarray] | None = None,
+) -> ContextMetadata:
     """Plan the attention of one context-parallel rank.
 
     Args:
@@ -147,6 +157,8 @@ def build_context(sequence: PackedSequence, window: int, *, is_ring: bool, is_va
         is_ring: Whether keys come rank by rank, else all at once.
         is_varlen: Whether blocks are for a kernel that takes cumulative lengths. Bands that it cannot express, those
             of a window in a ring, become blocks of one shape all the same.
+        bands: Where biases come from.
+        token_ids_of_ranks: As ``shard.token_ids_of_ranks()`` returns them; ``None`` calls it.
 
     Returns:
         The metadata.
@@ -156,8 +168,8 @@ def build_context(sequence: PackedSequence, window: int, *, is_ring: bool, is_va
     assert sequence.token_ids_T is not None
     window = effective_window(window, shard.lengths)
     num_rows = max(shard.num_valid_tokens_of_ranks)
-    tokens_of_ranks = [shard.token_ids_of(rank)[:num_rows] for rank in range(shard.size)]
-    planner = _Planner(sequence.device, window, is_varlen)
+    tokens_of_ranks = [token_ids[:num_rows] for token_ids in token_ids_of_ranks or shard.token_ids_of_ranks()]
+    planner = _Planner(sequence.device, window, is_varlen, bands)
     if is_ring:
         order = [(shard.rank - step) % shard.size for step in range(shard.size)]
         steps = [planner.plan(_jobs_of_ring(shard, source, window), None) for source in order]
@@ -277,8 +289,8 @@ class _Planned:
 class _Planner:
     """Puts jobs together that one kernel call can do, and brings all index arrays to the device in one copy."""
 
-    def __init__(self, device: torch.device, window: int, is_varlen: bool) -> None:
-        self._device, self._window, self._is_varlen = device, window, is_varlen
+    def __init__(self, device: torch.device, window: int, is_varlen: bool, bands: BandSource) -> None:
+        self._device, self._window, self._is_varlen, self._source = device, window, is_varlen, bands
         self._arrays: list[np.ndarray] = []
         self._uploaded: tuple[Tensor, ...] = ()
         self._bands: dict[tuple[int, int, int], Tensor] = {}
@@ -364,12 +376,7 @@ class _Planner:
     def _band(self, shape: tuple[int, int, int]) -> Tensor:
         """fp32 [L, K]: 0 where the key is not behind the query and inside its window, -inf elsewhere."""
         if shape not in self._bands:
-            num_queries, num_keys, distance = shape
-            queries_L = torch.arange(num_queries, device=self._device) + distance
-            ahead_LK = queries_L[:, None] - torch.arange(num_keys, device=self._device)
-            hidden_LK = (ahead_LK < 0) | (ahead_LK >= (self._window or num_queries + num_keys + distance))
-            zeros_LK = torch.zeros(num_queries, num_keys, device=self._device)
-            self._bands[shape] = zeros_LK.masked_fill_(hidden_LK, float("-inf"))
+            self._bands[shape] = self._source(CausalBand(*shape, self._window, torch.float32, self._device))
         return self._bands[shape]
 
 

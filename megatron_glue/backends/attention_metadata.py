@@ -2,20 +2,22 @@
 
 Builders are pure functions of (lengths, padding, device, window): no device value is read, and index tensors reach a
 GPU through pinned memory without making the host wait. When they run, once per micro-batch or once per layer, is
-decided in ``layers/packed_metadata.py``.
+decided in ``layers/packed_metadata.py``. What masks owe to distances alone they ask a band source for.
 
 Shape suffixes: T tokens, V valid tokens, S segments, R rows of the kernel's input, L longest piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from megatron_glue.backends.attention_masks import BandSource, CausalBand, build_band
 
 # Below this length one call per segment costs more than the rows that padding adds (2-core CPU, 4 heads of 64).
 _LONGEST_PADDED_SEGMENT = 128
@@ -114,7 +116,13 @@ def _batch_segments(lengths: Sequence[int]) -> dict[int, list[int]]:
     return batches
 
 
-def build_segments(lengths: Sequence[int], num_pad_tokens: int, device: torch.device, window: int) -> SegmentsMetadata:
+def build_segments(
+    lengths: Sequence[int],
+    num_pad_tokens: int,
+    device: torch.device,
+    window: int,
+    bands: BandSource = build_band,
+) -> SegmentsMetadata:
     """Batch short segments by padded length; leave long ones alone.
 
     Args:
@@ -122,6 +130,7 @@ def build_segments(lengths: Sequence[int], num_pad_tokens: int, device: torch.de
         num_pad_tokens: Dead tokens behind them.
         device: Where index tensors go.
         window: Tokens that a query sees, itself included; 0 for all.
+        bands: Where the window's bias comes from.
 
     Returns:
         The metadata.
@@ -131,9 +140,7 @@ def build_segments(lengths: Sequence[int], num_pad_tokens: int, device: torch.de
     if effective_window(window, lengths):
         # Padding may stretch a short piece beyond the longest segment.
         longest = -(-max(lengths) // _PADDED_LENGTH_MULTIPLE) * _PADDED_LENGTH_MULTIPLE
-        distance_LL = np.arange(longest)[:, None] - np.arange(longest)
-        hidden_LL = (distance_LL < 0) | (distance_LL >= window)
-        window_bias_LL = to_device(np.where(hidden_LL, np.float32(-np.inf), np.float32(0.0)), device)
+        window_bias_LL = bands(CausalBand(longest, longest, 0, window, torch.float32, device))
     batches = _batch_segments(lengths)
     if all(len(segments) == 1 for segments in batches.values()):
         pieces = tuple((1, length) for length in lengths)
@@ -162,7 +169,13 @@ def build_segments(lengths: Sequence[int], num_pad_tokens: int, device: torch.de
     )
 
 
-def build_varlen(lengths: Sequence[int], num_pad_tokens: int, device: torch.device, window: int) -> VarlenMetadata:
+def build_varlen(
+    lengths: Sequence[int],
+    num_pad_tokens: int,
+    device: torch.device,
+    window: int,
+    bands: BandSource = build_band,
+) -> VarlenMetadata:
     """Sum lengths up. See :func:`build_segments`; the window is an argument of the kernel, not part of this."""
     cu_seqlens = np.cumsum((0, *lengths), dtype=np.int64).astype(np.int32)
     num_valid = sum(lengths)
@@ -174,18 +187,28 @@ def _segment_ids(lengths: Sequence[int], device: torch.device) -> Tensor:
     return to_device(np.repeat(np.arange(len(counts), dtype=np.int32), counts), device)
 
 
-def build_dense(lengths: Sequence[int], num_pad_tokens: int, device: torch.device, window: int) -> DenseMetadata:
+def build_dense(
+    lengths: Sequence[int],
+    num_pad_tokens: int,
+    device: torch.device,
+    window: int,
+    bands: BandSource = build_band,
+) -> DenseMetadata:
     """Build the mask on the device: same segment AND not later AND inside the window. See :func:`build_segments`."""
     ids_V = _segment_ids(lengths, device)
-    rows_V = torch.arange(ids_V.shape[0], device=device)
-    distance_VV = rows_V[:, None] - rows_V
-    allowed_VV = (ids_V[:, None] == ids_V) & (distance_VV >= 0)
-    if effective_window(window, lengths):
-        allowed_VV &= distance_VV < window
-    return DenseMetadata(ids_V.shape[0] + num_pad_tokens, ids_V.shape[0], allowed_VV)
+    num_valid = ids_V.shape[0]
+    band_VV = bands(CausalBand(num_valid, num_valid, 0, effective_window(window, lengths), torch.bool, device))
+    allowed_VV = (ids_V[:, None] == ids_V) & band_VV
+    return DenseMetadata(num_valid + num_pad_tokens, num_valid, allowed_VV)
 
 
-def build_flex(lengths: Sequence[int], num_pad_tokens: int, device: torch.device, window: int) -> FlexMetadata:
+def build_flex(
+    lengths: Sequence[int],
+    num_pad_tokens: int,
+    device: torch.device,
+    window: int,
+    bands: BandSource = build_band,
+) -> FlexMetadata:
     """Build a block mask: same segment AND not later AND inside the window. See :func:`build_segments`."""
     # The import costs a second (it loads the compiler), which only this layout should pay.
     from torch.nn.attention.flex_attention import create_block_mask
@@ -203,7 +226,20 @@ def build_flex(lengths: Sequence[int], num_pad_tokens: int, device: torch.device
     return FlexMetadata(num_valid + num_pad_tokens, num_valid, block_mask)
 
 
-MetadataBuilder = Callable[[Sequence[int], int, torch.device, int], Any]
+class MetadataBuilder(Protocol):
+    """Builds the metadata of one layout. See :func:`build_segments`."""
+
+    def __call__(
+        self,
+        lengths: Sequence[int],
+        num_pad_tokens: int,
+        device: torch.device,
+        window: int,
+        bands: BandSource = build_band,
+    ) -> Any:
+        """Return frozen metadata."""
+        ...
+
 
 METADATA_BUILDERS: dict[str, MetadataBuilder] = {
     "segments": build_segments,

@@ -262,6 +262,21 @@ class AcceleratorConfig(Section):
     metrics_interval: PositiveInt = option(10, "Iterations between reads of the accelerator's counters.")
 
 
+class CacheConfig(Section):
+    """What layers keep between micro-batches, with the metadata cache or without it."""
+
+    cache_tier: Literal["device", "host"] = option(
+        "device",
+        "Where tables of positions wait: on the device, or in host memory, from which the rows of each micro-batch "
+        "come over beside the step before.",
+    )
+    cache_limit_mb: NonNegativeInt = option(
+        256,
+        "Bound on what is kept between micro-batches (tables of positions, causal and window masks), in MiB; the least "
+        "recently used gives way; off (keep nothing): 0.",
+    )
+
+
 class ActivationConfig(Section):
     """Recompute and offload of activations."""
 
@@ -347,6 +362,7 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     training: TrainConfig = Field(default_factory=TrainConfig)
+    cache: CacheConfig = Field(default_factory=CacheConfig)
     activation: ActivationConfig = Field(default_factory=ActivationConfig)
     backend: BackendConfig = Field(default_factory=BackendConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)

@@ -7,6 +7,7 @@ in ``sections.py``. Whether this machine has the devices and kernels that a run 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -237,6 +238,14 @@ RULES: tuple[Rule, ...] = (
 """All rules, most basic first."""
 
 
+def _position_table_bytes(config: RunConfig) -> int:
+    """Memory of the fp32 tables of positions that nobody learns."""
+    model = config.model
+    num_positions = model.max_position_embeddings or config.data.seq_length
+    widths = {"rope": int(model.head_dim * model.rotary_percent), "sinusoidal": model.hidden_size}
+    return 4 * num_positions * widths.get(model.position_embedding_type, 0)
+
+
 def _warnings(config: RunConfig, world_size: int, device_type: str) -> Iterator[str]:
     """Yield what works, but hardly as meant."""
     optimizer, training, accelerator = config.optimizer, config.training, config.accelerator
@@ -256,6 +265,13 @@ def _warnings(config: RunConfig, world_size: int, device_type: str) -> Iterator[
         yield "--lr-wsd-decay-iters: no effect without --lr-decay-style WSD"
     if accelerator.buffer_size_mb and not accelerator.enable_double_buffer:
         yield "--double-buffer-size-mb: no effect without --double-buffer-ckpt"
+    table_mb = _position_table_bytes(config) / 2**20
+    if table_mb > config.cache.cache_limit_mb:
+        yield (
+            f"--cache-limit-mb={config.cache.cache_limit_mb}: tables of positions take {table_mb:.1f} MiB, so they are "
+            f"built again for every micro-batch; use at least {math.ceil(table_mb)}, with --cache-tier host if that is "
+            "too much for the device"
+        )
     if not config.offload:
         if config.activation.activation_offload_dir is not None:
             yield "--activation-offload-dir: no effect without --double-buffer-ckpt or --activation-offload"

@@ -39,6 +39,8 @@ from megatron_glue.parallel.shard_spec import tensor_split
 from megatron_glue.parallel.tensor import TensorParallel, column_linear, row_linear
 from megatron_glue.types import ForwardContext, PackedSequence
 
+ANGLES = "rope_rows"
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -121,6 +123,8 @@ class PackedAttention(nn.Module):
         self._metadata_cache = metadata_cache
         metadata_cache.expect(shape.window)
         self._rotary = rotary
+        if rotary is not None:
+            metadata_cache.expect_rows(ANGLES, rotary, self._look_angles_up)
         self._num_heads = shape.num_heads // num_ranks
         num_kv_heads = shape.num_kv_heads * num_copies // num_ranks
         num_parts = shape.num_heads // shape.num_kv_heads + 2
@@ -181,10 +185,13 @@ class PackedAttention(nn.Module):
 
     def _angles(self, sequence: PackedSequence) -> tuple[Tensor, Tensor] | tuple[()]:
         """Return cosines and sines [T, R], the same for all layers of the micro-batch; nothing without RoPE."""
-        rotary = self._rotary
-        if rotary is None:
+        if self._rotary is None:
             return ()
-        return self._metadata_cache.share(sequence, rotary, lambda: rotary_rows(rotary, sequence))
+        return self._metadata_cache.share(sequence, ANGLES, self._rotary, self._look_angles_up)
+
+    def _look_angles_up(self, sequence: PackedSequence) -> tuple[Tensor, Tensor]:
+        assert self._rotary is not None, "angles belong to RoPE"
+        return rotary_rows(self._rotary, sequence, self._metadata_cache.manager.long_lived)
 
     def _dropout(self, context: ForwardContext) -> AttentionDropout | None:
         if self.shape.dropout == 0.0 or not self.training:

@@ -22,8 +22,8 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ModelConfig
 from megatron_glue.layers.build import LayerBuild
-from megatron_glue.layers.rotary import num_table_positions
-from megatron_glue.ops.rope import sinusoidal_table
+from megatron_glue.layers.long_lived_cache import LongLivedCache
+from megatron_glue.layers.rotary import SinusoidalConfig, num_table_positions, position_rows
 from megatron_glue.parallel.precision import local
 from megatron_glue.parallel.shard_spec import tensor_split
 from megatron_glue.parallel.tensor import TensorParallel
@@ -45,7 +45,7 @@ class TokenEmbedding(nn.Module):
         num_rows: V.
         hidden_size: D.
         num_learned_positions: P of a learned table; 0 for none.
-        num_sinusoidal_positions: P of a sinusoidal table; 0 for none.
+        sinusoids: Shape of a sinusoidal table, and what keeps it; ``None`` for none.
         tensor_parallel: Ranks that hold the other rows; ``None`` for none.
     """
 
@@ -55,7 +55,7 @@ class TokenEmbedding(nn.Module):
         hidden_size: int,
         *,
         num_learned_positions: int = 0,
-        num_sinusoidal_positions: int = 0,
+        sinusoids: tuple[SinusoidalConfig, LongLivedCache] | None = None,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
         super().__init__()
@@ -64,8 +64,7 @@ class TokenEmbedding(nn.Module):
         self.position_weight = None
         if num_learned_positions:
             self.position_weight = nn.Parameter(torch.empty(num_learned_positions, hidden_size))
-        table_PD = sinusoidal_table(num_sinusoidal_positions, hidden_size) if num_sinusoidal_positions else None
-        self.register_buffer("position_table", table_PD, persistent=False)
+        self._sinusoids = sinusoids
 
     def forward(self, input_ids_T: Tensor, context: ForwardContext, dtype: torch.dtype) -> Tensor:
         """Look tokens up.
@@ -78,14 +77,16 @@ class TokenEmbedding(nn.Module):
         Returns:
             [S, D] in ``dtype``.
         """
-        positions_T, rows = context.sequence.positions_T, context.residual_rows
-        positions_S = positions_T if rows is None else positions_T[rows]
+        sequence, rows = context.sequence, context.residual_rows
         x_SD = self._look_up(input_ids_T, dtype)
         if self.position_weight is not None:
+            positions_S = sequence.positions_T if rows is None else sequence.positions_T[rows]
             x_SD = x_SD + F.embedding(positions_S, local(self.position_weight, self.position_weight.dtype))
-        elif isinstance(self.position_table, Tensor):
+        elif self._sinusoids is not None:
+            config, cache = self._sinusoids
+            (positions_SD,) = position_rows(config, sequence, cache, rows)
             # The factor of Vaswani et al. 2017: sinusoids of size 1 would drown small initial embeddings.
-            x_SD = x_SD * math.sqrt(x_SD.shape[1]) + self.position_table.index_select(0, positions_S)
+            x_SD = x_SD * math.sqrt(x_SD.shape[1]) + positions_SD
         return x_SD.to(dtype)
 
     def _look_up(self, input_ids_T: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,7 +94,7 @@ class TokenEmbedding(nn.Module):
         weight_VD, tp = local(self.weight, self.weight.dtype), self._tensor_parallel
         if tp is None:
             return F.embedding(input_ids_T, weight_VD)
-        has_positions = self.position_weight is not None or self.position_table is not None
+        has_positions = self.position_weight is not None or self._sinusoids is not None
         return vocab_parallel_embedding(input_ids_T, weight_VD, weight_VD.dtype if has_positions else dtype, tp)
 
 
@@ -126,11 +127,15 @@ def build_token_embedding(model: ModelConfig, vocab_size: int, build: LayerBuild
             vocabulary evenly.
     """
     kind, std = model.position_embedding_type, model.init_method_std
+    sinusoids = None
+    if kind == "sinusoidal":
+        config = SinusoidalConfig(num_table_positions(model), model.hidden_size)
+        sinusoids = config, build.metadata_cache.manager.long_lived
     embedding = TokenEmbedding(
         _num_own_rows(model, vocab_size, build),
         model.hidden_size,
         num_learned_positions=num_table_positions(model) if kind == "learned" else 0,
-        num_sinusoidal_positions=num_table_positions(model) if kind == "sinusoidal" else 0,
+        sinusoids=sinusoids,
         tensor_parallel=build.tensor_parallel,
     )
     build.place(embedding.weight, EMBEDDING_NAME, tensor_split(0), std=std)

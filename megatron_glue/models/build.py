@@ -25,6 +25,7 @@ from megatron_glue.layers.block import build_decoder_block
 from megatron_glue.layers.build import LayerBuild
 from megatron_glue.layers.dropout import SeededDropout
 from megatron_glue.layers.embedding import OutputHead, TokenEmbedding, build_output_head, build_token_embedding
+from megatron_glue.layers.long_lived_cache import CacheLimits
 from megatron_glue.layers.mlp import build_feed_forward
 from megatron_glue.layers.norm import build_norm
 from megatron_glue.layers.packed_metadata import PackedMetadataCache
@@ -117,6 +118,7 @@ def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltM
         config.accelerator.enable_metadata_cache,
         place.host_reader,
         backends.context_layout,
+        CacheLimits(config.cache.cache_limit_mb * 2**20, config.cache.cache_tier),
     )
     plan = StagePlan.from_config(config)
     moe_execution = MoEExecution(

@@ -74,6 +74,7 @@ def collect_summary(session: Session, heldout_loss: float, saver: RunSaver) -> d
         "metadata_builds": cache.builds,
         "metadata_reuses": cache.reuses,
         "metadata_built_ahead": cache.built_ahead,
+        "cache": cache.manager.statistics.as_dict(),
         "host_reads": session.num_step_host_reads,
         "offloaded_bytes": stats.offloaded_bytes,
         "reloads": stats.num_reloads,

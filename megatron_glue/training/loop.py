@@ -16,6 +16,7 @@ from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.rank_check import check_weights
 from megatron_glue.training.session import Session
 from megatron_glue.training.step import train_step
+from megatron_glue.training.summary import describe_cache
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +124,10 @@ def _log_counters(session: Session) -> None:
         return
     cache, stats = session.built.metadata_cache, session.built.activation.stats()
     logger.debug(
-        "iteration %d: %d metadata builds, %d reuses, %d host reads; %.1f MiB offloaded, %.1f ms waited for reloads",
+        "iteration %d: cache hits / misses / evictions, peak: %s; %d host reads; %.1f MiB offloaded, "
+        "%.1f ms waited for reloads",
         session.iteration,
-        cache.builds,
-        cache.reuses,
+        describe_cache(cache.manager.statistics.as_dict()),
         session.num_step_host_reads,
         stats.offloaded_bytes / 2**20,
         stats.reload_wait_ms,

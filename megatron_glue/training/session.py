@@ -111,13 +111,14 @@ class Session:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Keep what happens inside out of the counters of training (metadata builds, reuses, host reads)."""
-        cache, reader = self.built.metadata_cache, self.host_reader
-        before = cache.builds, cache.reuses, cache.built_ahead, reader.count
+        """Keep what happens inside out of the counters of training (of the cache, and host reads)."""
+        reader = self.host_reader
+        before = reader.count
         try:
-            yield
+            with self.built.metadata_cache.manager.statistics.uncounted():
+                yield
         finally:
-            cache.builds, cache.reuses, cache.built_ahead, reader.count = before
+            reader.count = before
 
     def training_state(self) -> TrainingState:
         """What a checkpoint holds, and where loading one puts it (see :meth:`adopt`)."""

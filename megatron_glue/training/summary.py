@@ -117,6 +117,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"them ahead, {summary['metadata_reuses']} reuses, {summary['host_reads']} host reads)",
         ),
     ]
+    if summary["cache"]:
+        rows.append(("cache: hits / misses / evictions, peak", describe_cache(summary["cache"])))
     if summary["offloaded_bytes"]:
         rows.append(("activations offloaded", _mib(summary["offloaded_bytes"])))
         waited = f"{summary['reload_wait_ms']:,.1f} ms (overlap {_share(summary['overlap_efficiency'])})"
@@ -130,6 +132,18 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("failed saves", str(summary["failed_saves"])))
     rows.append(("checkpoint", summary["checkpoint"] or "none"))
     return rows
+
+
+def describe_cache(counters: dict[str, dict[str, int]]) -> str:
+    """Show the counters of a cache in one line, kind by kind.
+
+    Args:
+        counters: As ``CacheStatistics.as_dict`` returns them.
+    """
+    return ", ".join(
+        f"{kind.replace('_', ' ')} {of['hits']} / {of['misses']} / {of['evictions']}, {_mib(of['peak_bytes'])}"
+        for kind, of in counters.items()
+    )
 
 
 def _share(value: float | None) -> str:

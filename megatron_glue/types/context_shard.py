@@ -106,3 +106,7 @@ class ContextShard:
         first_pad = sum(self.lengths) + rank * self.num_local_tokens - sum(num_valid[:rank])
         num_pad = self.num_local_tokens - num_valid[rank]
         return np.concatenate([valid_ids, np.arange(first_pad, first_pad + num_pad, dtype=np.int64)])
+
+    def token_ids_of_ranks(self) -> tuple[np.ndarray, ...]:
+        """Return :meth:`token_ids_of` of every rank."""
+        return tuple(self.token_ids_of(rank) for rank in range(self.size))

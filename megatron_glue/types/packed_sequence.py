@@ -2,7 +2,7 @@
 
 Stands at the start of a batch's way: the packer knows every length on the host and writes them down here once, so that
 nobody later has to ask the device. It holds no masks and no kernel arguments: those are built from it by
-``layers/packed_metadata.py`` and kept in ``cache_entries``, so that they live exactly as long as the layout does.
+``layers/packed_metadata.py`` and kept in ``cache_entries``, so that they live no longer than the layout does.
 
 Under context parallelism it describes the rows of one rank and says so in ``context_shard``.
 
@@ -43,7 +43,7 @@ class PackedSequence:
         token_ids_T: int64. Index of each token in the micro-batch before it was cut among context-parallel ranks;
             ``None`` when it is whole.
         context_shard: How it was cut; ``None`` when it is whole.
-        cache_entries: What ``layers/packed_metadata.py`` derived from this layout. It dies with this object.
+        cache_entries: What ``layers/cache.py`` keeps of this layout: a copy starts with none. It dies with this object.
     """
 
     lengths: tuple[int, ...]
@@ -53,7 +53,7 @@ class PackedSequence:
     positions_T: Tensor
     token_ids_T: Tensor | None = None
     context_shard: ContextShard | None = None
-    cache_entries: dict[Any, Any] = field(default_factory=dict, repr=False)
+    cache_entries: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if any(length < 1 for length in self.whole_lengths):
@@ -208,7 +208,6 @@ class PackedSequence:
             segment_ids_T=function(self.segment_ids_T),
             positions_T=function(self.positions_T),
             token_ids_T=None if self.token_ids_T is None else function(self.token_ids_T),
-            cache_entries={},
         )
 
     @property

@@ -47,6 +47,11 @@ def test_summary_of_a_run_with_everything_on(uninterrupted: dict[str, object]) -
     assert uninterrupted["micro_batches"] == 48
     assert uninterrupted["metadata_builds"] == 48, "one build per micro-batch"
     assert uninterrupted["metadata_built_ahead"] == 48, "beside the step before"
+    kinds = uninterrupted["cache"]
+    assert isinstance(kinds, dict)
+    assert kinds["attention_metadata"]["misses"] == uninterrupted["metadata_builds"]
+    assert kinds["rope_rows"]["misses"] == kinds["attention_metadata"]["misses"]
+    assert kinds["rope_tables"]["evictions"] == 0
     assert uninterrupted["metadata_reuses"] == 48 * (2 * 3 - 1), "all other layers and all recomputes"
     assert uninterrupted["host_reads"] == 0
     assert uninterrupted["offloaded_bytes"] == 48 * 3 * 64 * 32 * 4
@@ -58,7 +63,7 @@ def test_summary_of_a_run_with_everything_on(uninterrupted: dict[str, object]) -
 
 
 def test_optimisations_change_no_loss(corpus: str, uninterrupted: dict[str, object], tmp_path: Path) -> None:
-    command = [*MOE, "--data-path", corpus, "--train-iters", "12", "--activation-offload"]
+    command = [*MOE, "--data-path", corpus, "--train-iters", "12", "--activation-offload", "--cache-tier", "host"]
     succeed([*command, "--summary-path", "s.json"], tmp_path)
     off = summary(tmp_path / "s.json")
     assert off["losses"] == uninterrupted["losses"]

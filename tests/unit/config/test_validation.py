@@ -167,6 +167,14 @@ def test_offload_folder_without_write_permission(tmp_path: Path, monkeypatch: py
         ({"training": {"train_iters": 3}}, "never reaches the peak"),
         ({"optimizer": {"lr_wsd_decay_iters": 5}}, "--lr-wsd-decay-iters"),
         ({"training": {"accelerator": {"buffer_size_mb": 5}}}, "--double-buffer-size-mb"),
+        ({"cache": {"cache_limit_mb": 0}}, "--cache-limit-mb=0: tables of positions take 0.1 MiB"),
+        (
+            {
+                "model": {"position_embedding_type": "sinusoidal", "max_position_embeddings": 2**20},
+                "cache": {"cache_limit_mb": 512},
+            },
+            "take 1024.0 MiB, so they are built again for every micro-batch; use at least 1024, with --cache-tier host",
+        ),
         ({"activation": {"activation_offload_dir": "x"}}, "--activation-offload-dir"),
         ({"activation": {"activation_debug_poison": True}}, "--activation-debug-poison"),
         ({"training": {"precision": "bf16", "device": "cpu"}}, "--precision=bf16"),

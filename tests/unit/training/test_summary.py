@@ -24,6 +24,10 @@ SUMMARY = {
     "metadata_builds": 4,
     "metadata_reuses": 28,
     "metadata_built_ahead": 3,
+    "cache": {
+        "attention_metadata": {"hits": 28, "misses": 4, "evictions": 0, "bytes": 0, "peak_bytes": 3 * 2**19},
+        "rope_tables": {"hits": 3, "misses": 1, "evictions": 2, "bytes": 0, "peak_bytes": 2**20},
+    },
     "host_reads": 0,
     "offloaded_bytes": 2**21,
     "reload_wait_ms": 1.5,
@@ -46,6 +50,7 @@ def test_table_shows_what_users_compare() -> None:
     text = shown(SUMMARY)
     for part in ("5.5000 -> 3.2500", "2.5000 (3.2000)", "1,234", "98.50%", "1.0 builds", "28 reuses", "2.0 MiB"):
         assert part in text
+    assert "attention metadata 28 / 4 / 0, 1.5 MiB, rope tables 3 / 1 / 2, 1.0 MiB" in text
     assert "overlap 91%" in text
     assert "0.50 / 1.00 / 1.75" in text
     assert "1,024.0 MiB" in text

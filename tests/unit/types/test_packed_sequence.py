@@ -94,6 +94,7 @@ def test_layouts_do_not_share_cache_entries() -> None:
     first, second = PackedSequence.from_lengths([1]), PackedSequence.from_lengths([1])
     first.cache_entries["key"] = 1
     assert second.cache_entries == {}
+    assert replace(first, num_pad_tokens=0).cache_entries == {}, "what is derived from a layout is none of its copy's"
     assert first != second, "layouts are compared by identity"
 
 
