@@ -348,6 +348,11 @@ class TrainConfig(Section):
     check_ranks: bool = option(
         False, "Compare replicated weights and each micro-batch between the ranks that must agree; off: false."
     )
+    prove_isolation: bool = option(
+        False,
+        "Before training, change one document of a pack after the other, and stop unless all others keep their outputs "
+        "and gradients; off: false.",
+    )
     seed: NonNegativeInt = option(1234, "Seed of weights, data order and dropout.")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to compute; auto: a GPU if there is one.")
     precision: Literal["auto", "fp32", "bf16"] = option("auto", "Compute type; auto: bf16 on a GPU, fp32 on a CPU.")

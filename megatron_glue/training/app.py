@@ -37,6 +37,7 @@ from megatron_glue.training.checkpoint.write import FACTS_NAME
 from megatron_glue.training.closing import collect_summary, sample
 from megatron_glue.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from megatron_glue.training.generation import printable
+from megatron_glue.training.isolation import IsolationError, prove_isolation
 from megatron_glue.training.loop import Run, train
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.rank_check import RanksDifferError
@@ -65,7 +66,7 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None, watch: Callable
         return _run(resolved, environment, watch)
     except ConfigError as error:
         return _report(error, EXIT_USAGE, environment)
-    except (CheckpointError, RanksDifferError, OSError) as error:
+    except (CheckpointError, IsolationError, RanksDifferError, OSError) as error:
         return _report(error, EXIT_FAILED, environment)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
@@ -95,6 +96,8 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     with distributed_session(environment, timeout, device):
         mesh = ParallelMesh.build(config.parallel, device.type, config.model.num_kv_heads)
+        if config.training.prove_isolation:
+            _prove_isolation(config, mesh, device)
         store = CheckpointStore(_run_folder(config, mesh), config.training.keep_last, mesh)
         try:
             store.claim()
@@ -122,6 +125,12 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable
                 session.close()
         finally:
             store.release()
+
+
+def _prove_isolation(config: RunConfig, mesh: ParallelMesh, device: torch.device) -> None:
+    report = prove_isolation(config, mesh, device)
+    if mesh.rank == 0:
+        print(f"isolation proven: {report.describe()}", flush=True)
 
 
 def _build_saver(config: RunConfig, store: CheckpointStore, device: torch.device) -> RunSaver:

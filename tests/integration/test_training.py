@@ -34,9 +34,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def uninterrupted(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    command = [*MOE, *ALL_ON, "--data-path", corpus, "--train-iters", "12", "--save", "run"]
+    command = [*MOE, *ALL_ON, "--data-path", corpus, "--train-iters", "12", "--save", "run", "--prove-isolation"]
     outcome = succeed([*command, "--save-interval", "4", "--summary-path", "s.json"], folder)
     assert "Summary of" in outcome.stdout
+    assert outcome.stdout.startswith(
+        "isolation proven: attention segments, window none, cp 1: changed 7 of 7 documents"
+    )
     assert (outcome.stdout + outcome.stderr).count("optimizer fused") == 1
     assert "sample continuation" in outcome.stdout
     return summary(folder / "s.json")

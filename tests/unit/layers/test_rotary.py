@@ -178,3 +178,19 @@ def test_rows_of_a_host_table_are_prepared_with_the_batch_and_rows_of_a_device_t
         found = cache.share(sequence, "rope_rows", config, rows)
         assert not made or found[0] is made[0]
         assert cache.manager.statistics.of("rope_rows").built_ahead == (1 if tier == "host" else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_of_a_host_table_reach_a_gpu_without_making_the_host_wait():
+    config, tables = RotaryConfig(64, 8, 500.0), new_tables("host")
+    sequence = PackedSequence.from_lengths([9, 30], 3, position_starts=[0, 17])
+    expected = rotary_rows(config, sequence, new_tables())
+    on_gpu = sequence.to("cuda")
+    rotary_rows(config, on_gpu, tables)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = rotary_rows(config, on_gpu, tables)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
