@@ -272,6 +272,8 @@ def _warnings(config: RunConfig, world_size: int, device_type: str) -> Iterator[
             f"built again for every micro-batch; use at least {math.ceil(table_mb)}, with --cache-tier host if that is "
             "too much for the device"
         )
+    if config.cache.cache_tier == "host" and not accelerator.enable_metadata_cache:
+        yield "--cache-tier=host: without --use-packed-cache every layer fetches its rows from the host on its own"
     if not config.offload:
         if config.activation.activation_offload_dir is not None:
             yield "--activation-offload-dir: no effect without --double-buffer-ckpt or --activation-offload"

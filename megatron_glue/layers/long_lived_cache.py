@@ -122,8 +122,6 @@ class LongLivedCache:
                 kept.wait()
                 return kept.value
             self._statistics.miss(key.kind)
-            if kept is not None:
-                self._drop(key)
             # Tensors born under inference_mode could not be saved for a later backward.
             with torch.inference_mode(False):
                 value = build()
@@ -145,6 +143,8 @@ class LongLivedCache:
         if self._is_low(key.device):
             self.relieve(key.device)
             return
+        if key in self._kept:
+            self._drop(key)
         while self._num_bytes + num_bytes > self.limits.num_bytes:
             self._evict(next(iter(self._kept)))
         self._kept[key] = _Kept(value, extent, storages, *_ready(key.device))

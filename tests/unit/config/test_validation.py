@@ -167,6 +167,7 @@ def test_offload_folder_without_write_permission(tmp_path: Path, monkeypatch: py
         ({"training": {"train_iters": 3}}, "never reaches the peak"),
         ({"optimizer": {"lr_wsd_decay_iters": 5}}, "--lr-wsd-decay-iters"),
         ({"training": {"accelerator": {"buffer_size_mb": 5}}}, "--double-buffer-size-mb"),
+        ({"cache": {"cache_tier": "host"}}, "--cache-tier=host: without --use-packed-cache"),
         ({"cache": {"cache_limit_mb": 0}}, "--cache-limit-mb=0: tables of positions take 0.1 MiB"),
         (
             {

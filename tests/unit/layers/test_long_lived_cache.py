@@ -100,6 +100,13 @@ def test_a_value_serves_smaller_extents_and_gives_way_to_a_larger_one():
     assert counters(cache) == (2, 2, 0, 32)
 
 
+def test_a_value_too_large_to_keep_leaves_the_smaller_one():
+    cache = new_cache(20)
+    small, large = (cache.get(key("band"), lambda n=n: torch.zeros(n), n) for n in (4, 8))
+    assert len(large) == 8
+    assert cache.get(key("band"), lambda: torch.zeros(0), 4) is small
+
+
 def test_a_device_that_runs_low_loses_what_is_kept_there_and_keeps_nothing_new():
     probe = Probe()
     cache = new_cache(10_000, is_low=probe)
