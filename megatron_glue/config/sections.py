@@ -322,6 +322,9 @@ class LoggingConfig(Section):
     summary_path: str | None = option(None, "Write the summary there as JSON; unset: nowhere.")
     sample_prompt: str = option("def ", "Text that the trained model continues; off: empty.")
     sample_tokens: NonNegativeInt = option(96, "Tokens of the sample continuation; off: 0.")
+    nvtx_ranges: bool = option(
+        False, "Name the phases of a step for torch.profiler and, on a GPU, for Nsight Systems; off: false."
+    )
 
 
 class TrainConfig(Section):

@@ -36,6 +36,7 @@ from megatron_glue.training.lr_schedule import LearningRateSchedule
 from megatron_glue.training.metrics import RunMetrics
 from megatron_glue.training.optimizer import GuardedAdamW, build_optimizer
 from megatron_glue.training.optimizer_zero import ZeroAdamW
+from megatron_glue.training.phases import name_phases
 from megatron_glue.types import PackedBatch
 
 
@@ -179,7 +180,7 @@ def build_session(
     optimizer = engine.attach_optimizer(
         build_optimizer(named_parameters, config.optimizer, built.backends.optimizer, device, host_reader=host_reader)
     )
-    return Session(
+    session = Session(
         config=config,
         mesh=mesh,
         device=device,
@@ -191,6 +192,9 @@ def build_session(
         data=data,
         host_reader=host_reader,
     )
+    if config.logging.nvtx_ranges:
+        name_phases(built, data.loader, engine, optimizer, device)
+    return session
 
 
 def _build_data(config: RunConfig, mesh: ParallelMesh, device: torch.device) -> SessionData:
