@@ -1,8 +1,8 @@
 """Names the phases of a training step for profilers (``--nvtx-ranges``); nothing of it exists while they are off.
 
-Ranges are put around methods of the objects that a session consists of. In backward, the phases of layers appear where
-a recompute runs them again; operators of autograd itself stand under ``backward``, and torch.profiler links each of them
-to its forward operator. In a pipeline, torch's schedule names each micro-batch's passes.
+Ranges are put around methods of the objects that a session consists of. In backward, the phases of layers appear
+where a recompute runs them again; operators of autograd itself stand under ``backward``, and torch.profiler links each
+of them to its forward operator. In a pipeline, torch's schedule names each micro-batch's passes.
 
 Stands beside the training step, which it does not know.
 """
