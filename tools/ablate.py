@@ -13,22 +13,30 @@ weights and moments before every round, and each round is one comparison from eq
 relative and gradient norms within 1e-5 in fp32 (1e-2 in bf16). On a GPU, where the baseline's own sums have no fixed
 order, that tolerance holds for all variants. The times are measured, not judged.
 
+With --report, DIR holds report.md, report.png and report.json: times with their spread, tokens/s, samples/s per rank,
+cost, utilisation, memory, counters, training and held-out losses and their differences, and, with --layer-sweep, the
+gain against depth.
+
+With --gate instead, one run of the configuration as given is held against a baseline that --save-baseline wrote before
+an upgrade: losses, gradient norms, held-out loss, sampled layer outputs, throughput, peak memory. Exit code 1 if a
+figure is beyond its threshold. Compare on the same machine, or loosen the thresholds of throughput and memory.
+
 All flags of pretrain_moe.py are accepted too (--config, --num-layers, ...). Builds, reads and waits are totals over all
 rounds, those before the measured ones included.
 
     python tools/ablate.py
-    python tools/ablate.py --config examples/glue_bound.yaml --steps 6 --json ablation.json
+    python tools/ablate.py --config examples/glue_bound.yaml --steps 6 --report report --layer-sweep 2,4,8
+    python tools/ablate.py --config my.yaml --save-baseline before.json
+    python tools/ablate.py --config my.yaml --gate before.json
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
-import sys
+import json
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,136 +44,42 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from megatron_glue.config.environment import RankEnvironment, read_environment
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.loading import resolve_config
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.config.validation import validate
-from megatron_glue.parallel.flat_range import FlatRange
 from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.training.metrics import StepTimer
+from megatron_glue.proofs.ablation import VARIANTS, Course, Measurement, check, measure, rows_of
+from megatron_glue.proofs.ablation_report import draw, to_markdown
+from megatron_glue.proofs.gate import Figure, Thresholds, judge
+from megatron_glue.proofs.gate_run import observe_run
+from megatron_glue.proofs.pictures import load_pyplot
+from megatron_glue.training.exit_codes import exit_code_of
 from megatron_glue.training.presets import MOE_DEFAULTS
-from megatron_glue.training.session import Session, build_session
-from megatron_glue.training.step import train_step
-from megatron_glue.training.summary import write_json
+from megatron_glue.training.session import build_session
+from megatron_glue.training.summary import check_writable_file, write_json
 
-LOSS_TOLERANCE, NORM_TOLERANCE, BF16_TOLERANCE = 1e-6, 1e-5, 1e-2
+NUM_EVALUATIONS = 4
+THRESHOLDS = Thresholds()
+BASELINE_KEYS = {"run", "losses", "grad_norms", "heldout", "outputs", "tokens_per_second", "peak_memory_bytes"}
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Which of the three optimisations are on."""
-
-    name: str
-    cache: bool = False
-    double_buffer: bool = False
-    one_pass: bool = False
-
-    def configure(self, config: RunConfig) -> RunConfig:
-        """The same run with these switches; activations are offloaded in every variant."""
-        switches = {
-            "enable_metadata_cache": self.cache,
-            "enable_double_buffer": self.double_buffer,
-            "enable_grouped_index": self.one_pass,
-        }
-        accelerator = config.accelerator.model_copy(update=switches)
-        return config.model_copy(
-            update={
-                "training": config.training.model_copy(update={"accelerator": accelerator}),
-                "activation": config.activation.model_copy(update={"activation_offload": True}),
-            }
-        )
-
-
-VARIANTS = (
-    Variant("none"),
-    Variant("packed cache", cache=True),
-    Variant("double buffer", double_buffer=True),
-    Variant("one-pass grouping", one_pass=True),
-    Variant("all three", cache=True, double_buffer=True, one_pass=True),
-)
-
-
-@dataclass
-class Measurement:
-    """One variant's session and what it did.
+class Place:
+    """Where everything runs.
 
     Attributes:
-        variant: Its switches.
-        session: Its model, on the same weights as all others.
-        times_s: Wall time of each measured step.
+        mesh: Ranks.
+        device: Of this rank.
+        folder: Room for offloaded activations.
     """
 
-    variant: Variant
-    session: Session
-    times_s: list[float] = field(default_factory=list)
-
-    @property
-    def median_s(self) -> float:
-        """Median step time."""
-        return statistics.median(self.times_s)
-
-    def ratio_to(self, baseline: Measurement) -> float:
-        """Median over steps of baseline time / own time, each pair taken in the same round."""
-        return statistics.median(base / own for base, own in zip(baseline.times_s, self.times_s, strict=True))
-
-    def spread_to(self, baseline: Measurement) -> tuple[float, float]:
-        """Smallest and largest ratio of a round."""
-        ratios = [base / own for base, own in zip(baseline.times_s, self.times_s, strict=True)]
-        return min(ratios), max(ratios)
-
-    def differences(self, baseline: Measurement) -> tuple[float, float]:
-        """Largest relative difference of a loss, and of a gradient norm, to the baseline's in the same round."""
-        own, base = self.session.metrics, baseline.session.metrics
-        return _largest(own.losses, base.losses), _largest(own.grad_norms, base.grad_norms)
-
-    def tolerances(self) -> tuple[float, float]:
-        """What :meth:`differences` may be at most."""
-        session = self.session
-        if session.built.precision.is_mixed:
-            return BF16_TOLERANCE, BF16_TOLERANCE
-        is_exact = not self.variant.one_pass and session.device.type == "cpu"
-        return (0.0, 0.0) if is_exact else (LOSS_TOLERANCE, NORM_TOLERANCE)
-
-    def expected_builds(self) -> tuple[int, int]:
-        """Fewest and most metadata builds that this variant may have made.
-
-        With the cache: one per micro-batch and kind of metadata (a kind per window, but windows that no document is
-        longer than share one). Without: one per layer, and again in its recompute.
-        """
-        config, num_batches = self.session.config, self.session.num_micro_batches
-        windows = {config.model.window_of_layer(layer) for layer in range(config.model.num_layers)}
-        if self.variant.cache:
-            return num_batches, num_batches * len(windows)
-        exact = num_batches * config.model.num_layers * (2 if config.recompute else 1)
-        return exact, exact
-
-
-def _largest(own: list[float], base: list[float]) -> float:
-    differences = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(own, base, strict=True)]
-    # max() would step over a NaN.
-    return max(difference if math.isfinite(difference) else math.inf for difference in differences)
-
-
-@torch.no_grad()
-def take_over(session: Session, baseline: Session) -> None:
-    """Copy weights, buffers and optimizer state, so that the next step starts where the baseline's does."""
-    own, base = session.engine.module.state_dict(), baseline.engine.module.state_dict()
-    for name, tensor in own.items():
-        tensor.copy_(base[name])
-    for (_, _, moments), (_, _, source) in zip(
-        session.optimizer.named_state(), baseline.optimizer.named_state(), strict=True
-    ):
-        for key, tensor in moments.items():
-            _values(tensor).copy_(_values(source[key]))
-
-
-def _values(moment: Tensor | FlatRange) -> Tensor:
-    """Where a moment's numbers are: ZeRO keeps a range of them."""
-    return moment.values if isinstance(moment, FlatRange) else moment
+    mesh: ParallelMesh
+    device: torch.device
+    folder: Path
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -176,89 +90,67 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=10, help="measured rounds (default 10)")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before them (default 2)")
     parser.add_argument("--json", metavar="F", help="write all figures there")
+    parser.add_argument("--report", metavar="DIR", help="write report.md, report.png and report.json there")
+    parser.add_argument("--layer-sweep", metavar="N,N", help="measure these numbers of layers too, e.g. 2,4,8")
+    parser.add_argument("--gpu-hour-price", type=float, metavar="X", help="price of one rank's hour, for the report")
+    parser.add_argument("--save-baseline", metavar="F", help="write a baseline for --gate; measures no variants")
+    parser.add_argument("--gate", metavar="F", help="compare with that baseline; exit code 1 on a regression")
+    for name, meaning in (
+        ("loss", "largest relative difference of a loss or gradient norm"),
+        ("output", "largest relative difference of a layer's sampled output"),
+        ("throughput", "largest relative drop of tokens per second"),
+        ("memory", "largest relative growth of peak memory"),
+    ):
+        default = getattr(THRESHOLDS, name)
+        parser.add_argument(f"--gate-{name}", type=float, default=default, metavar="X", help=f"{meaning} ({default})")
     arguments, rest = parser.parse_known_args()
     for name, least in (("steps", 1), ("warmup", 0)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name}", getattr(arguments, name), "too few rounds", f"use at least {least}")
+    for name in ("gpu_hour_price", "gate_loss", "gate_output", "gate_throughput", "gate_memory"):
+        value = getattr(arguments, name)
+        if value is not None and not value >= 0:
+            raise ConfigError(f"--{name.replace('_', '-')}", value, "is not a number from 0 on", "give 0 or more")
+    if arguments.gate and arguments.save_baseline:
+        raise ConfigError("--gate", arguments.gate, "stands beside --save-baseline", "give one of the two")
+    arguments.depths = _parse_depths(arguments.layer_sweep)
     return arguments, rest
 
 
-def measure(measurements: list[Measurement], warmup: int, steps: int) -> None:
-    """Let all variants take turns; the order rotates from round to round."""
-    console = Console(stderr=True)
-    for round_index in range(warmup + steps):
+def _parse_depths(text: str | None) -> list[int]:
+    try:
+        depths = [int(word) for word in text.split(",")] if text else []
+    except ValueError as error:
+        raise ConfigError("--layer-sweep", text, "is no list of numbers", "give layers like 2,4,8") from error
+    if any(depth < 1 for depth in depths):
+        raise ConfigError("--layer-sweep", text, "has a model without layers", "give layers like 2,4,8")
+    return depths
+
+
+def with_layers(config: RunConfig, num_layers: int) -> RunConfig:
+    """The same model with another depth."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"num_layers": num_layers})})
+
+
+def run_variants(config: RunConfig, course: Course, place: Place) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measure all variants of one model.
+
+    Returns:
+        Their rows, and what is not as it must be.
+    """
+    measurements: list[Measurement] = []
+    try:
+        for index, variant in enumerate(VARIANTS):
+            session = build_session(
+                variant.configure(config), place.mesh, place.device, place.folder / f"{config.model.num_layers}.{index}"
+            )
+            measurements.append(Measurement(variant, session))
+        console = Console(stderr=True)
+        measure(measurements, course, lambda line: console.print(line, highlight=False))
+        return rows_of(measurements), check(measurements)
+    finally:
         for measurement in measurements:
-            if measurement.variant.one_pass:
-                take_over(measurement.session, measurements[0].session)
-        shift = round_index % len(measurements)
-        for measurement in measurements[shift:] + measurements[:shift]:
-            session = measurement.session
-            timer = StepTimer(session.device)
-            timer.start()
-            result = train_step(session)
-            seconds = timer.stop(wait_for_device=True)
-            session.metrics.add(result, seconds)
-            if round_index >= warmup:
-                measurement.times_s.append(seconds)
-        console.print(f"round {round_index + 1}/{warmup + steps} done", highlight=False)
-    for measurement in measurements:
-        session = measurement.session
-        session.metrics.flush(session.host_reader, session.mesh.world_group)
-
-
-def check(measurements: list[Measurement]) -> list[str]:
-    """Everything that is not as it must be, a line each."""
-    baseline, complaints = measurements[0], []
-    for measurement in measurements:
-        variant, cache = measurement.variant, measurement.session.built.metadata_cache
-        names = ("losses", "gradient norms")
-        for name, difference, limit in zip(
-            names, measurement.differences(baseline), measurement.tolerances(), strict=True
-        ):
-            if not difference <= limit:
-                complaints.append(f"{variant.name}: {name} differ by {difference:.2e}, allowed {limit}")
-        fewest, most = measurement.expected_builds()
-        if not fewest <= cache.builds <= most:
-            complaints.append(f"{variant.name}: {cache.builds} metadata builds, expected {fewest} to {most}")
-        if variant.cache and variant.one_pass and measurement.session.mesh.ep_size == 1:
-            reads = measurement.session.num_step_host_reads
-            if reads:
-                complaints.append(f"{variant.name}: {reads} device-to-host reads inside training steps, expected none")
-    return complaints
-
-
-def report(measurements: list[Measurement]) -> list[dict[str, Any]]:
-    """One row of figures per variant."""
-    baseline, rows = measurements[0], []
-    for measurement in measurements:
-        session = measurement.session
-        stats = session.built.activation.stats()
-        low, high = measurement.spread_to(baseline)
-        loss_difference, norm_difference = measurement.differences(baseline)
-        rows.append(
-            {
-                "variant": measurement.variant.name,
-                "median_step_ms": 1e3 * measurement.median_s,
-                "ratio": measurement.ratio_to(baseline),
-                "ratio_min": low,
-                "ratio_max": high,
-                "loss_difference": loss_difference,
-                "grad_norm_difference": norm_difference,
-                "last_loss": session.metrics.losses[-1],
-                "losses": session.metrics.losses,
-                "grad_norms": session.metrics.grad_norms,
-                "step_times_s": measurement.times_s,
-                "micro_batches": session.num_micro_batches,
-                "metadata_builds": session.built.metadata_cache.builds,
-                "metadata_reuses": session.built.metadata_cache.reuses,
-                "host_reads": session.num_step_host_reads,
-                "offloaded_bytes": stats.offloaded_bytes,
-                "reload_copy_ms": stats.copy_ms,
-                "reload_wait_ms": stats.reload_wait_ms,
-                "overlap_efficiency": stats.overlap_efficiency,
-            }
-        )
-    return rows
+            measurement.session.close()
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
@@ -295,8 +187,94 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
     Console(width=124).print(table)
 
 
+def ablate(config: RunConfig, arguments: argparse.Namespace, place: Place, *, is_main: bool) -> int:
+    """Measure variants, show, write, judge."""
+    pyplot = load_pyplot("--report", arguments.report) if arguments.report else None
+    num_rounds = arguments.warmup + arguments.steps
+    course = Course(arguments.warmup, arguments.steps, max(1, num_rounds // NUM_EVALUATIONS) if arguments.report else 0)
+    start = time.perf_counter()
+    rows, complaints = run_variants(config, course, place)
+    model, moe = config.model, config.moe
+    title = (
+        f"{model.num_layers} layers, hidden {model.hidden_size}, {moe.num_experts} experts top-"
+        f"{moe.moe_router_topk}, {arguments.steps} rounds on {place.device}, {time.perf_counter() - start:.0f} s"
+    )
+    depths: dict[str, list[dict[str, Any]]] = {}
+    for depth in arguments.depths:
+        sweep = Course(arguments.warmup, arguments.steps)
+        depths[str(depth)], more = run_variants(with_layers(config, depth), sweep, place)
+        complaints += [f"{depth} layers: {line}" for line in more]
+    content = {"title": title, "variants": rows, "complaints": complaints}
+    if depths:
+        content["depths"] = depths
+    if is_main:
+        print_table(rows, title)
+        for complaint in complaints:
+            print(f"FAILED {complaint}")
+        if not complaints:
+            print("losses and gradient norms agree; counters are as they must be")
+        if arguments.json:
+            write_json(arguments.json, content)
+        if arguments.report:
+            folder = Path(arguments.report)
+            write_json(folder / "report.json", content)
+            (folder / "report.md").write_text(to_markdown(content, arguments.gpu_hour_price))
+            draw(pyplot, content, folder / "report.png")
+    return 1 if complaints else 0
+
+
+def gate(config: RunConfig, arguments: argparse.Namespace, place: Place, *, is_main: bool) -> int:
+    """Run the configuration as it is, and save it as a baseline or hold it against one."""
+    baseline = read_baseline(arguments.gate) if arguments.gate else None
+    session = build_session(config, place.mesh, place.device, place.folder / "gate")
+    try:
+        observed = observe_run(session, arguments.warmup, arguments.steps)
+    finally:
+        session.close()
+    if not is_main:
+        return 0
+    if arguments.json:
+        write_json(arguments.json, observed)
+    if baseline is None:
+        write_json(arguments.save_baseline, observed)
+        print(f"wrote {arguments.save_baseline}")
+        return 0
+    limits = Thresholds(arguments.gate_loss, arguments.gate_output, arguments.gate_throughput, arguments.gate_memory)
+    figures = judge(observed, baseline, limits)
+    print_gate(figures, f"against {arguments.gate}, made with {baseline.get('made_with')}")
+    num_failed = sum(figure.is_failed for figure in figures)
+    print(f"{num_failed} of {len(figures)} figures failed" if num_failed else "no regression")
+    return 1 if num_failed else 0
+
+
+def read_baseline(path: str) -> dict[str, Any]:
+    """Read what ``--save-baseline`` wrote.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError("--gate", path, f"cannot be read ({error})", "make one with --save-baseline") from error
+    if not isinstance(content, dict) or not set(content) >= BASELINE_KEYS:
+        raise ConfigError("--gate", path, "is no baseline", "make one with --save-baseline")
+    return content
+
+
+def print_gate(figures: list[Figure], title: str) -> None:
+    """Show every figure, the failing ones marked."""
+    table = Table(title=title, title_justify="left")
+    for column in ("figure", "baseline", "now", "difference", "allowed", ""):
+        table.add_column(column, justify="left" if column in ("figure", "") else "right", overflow="fold")
+    for figure in figures:
+        cells = (figure.name, figure.baseline, figure.observed, f"{figure.difference:+.1e}", f"{figure.allowed:.1e}")
+        table.add_row(*cells, "FAILED" if figure.is_failed else "ok")
+    Console(width=124).print(table)
+
+
 def run() -> int:
-    """Measure, show, write, judge."""
+    """Resolve the configuration and do what was asked for."""
     arguments, rest = parse_arguments()
     environ = read_environment()
     environment = RankEnvironment.from_mapping(environ)
@@ -304,48 +282,26 @@ def run() -> int:
     config = config.model_copy(
         update={"training": config.training.model_copy(update={"train_iters": arguments.warmup + arguments.steps})}
     )
-    for variant in VARIANTS:
-        validate(variant.configure(config), environment.world_size)
+    is_gate = bool(arguments.gate or arguments.save_baseline)
+    for each in (config, *(with_layers(config, depth) for depth in arguments.depths)):
+        for variant in VARIANTS:
+            validate(each if is_gate else variant.configure(each), environment.world_size)
+    for path, flag in ((arguments.json, "--json"), (arguments.save_baseline, "--save-baseline")):
+        if path:
+            check_writable_file(path, flag)
+    if arguments.report:
+        check_writable_file(Path(arguments.report) / "report.json", "--report")
     device = choose_device(config.training.device, environment)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     with distributed_session(environment, timeout, device), tempfile.TemporaryDirectory() as folder:
-        mesh = ParallelMesh.build(config.parallel, device.type)
-        measurements = [
-            Measurement(variant, build_session(variant.configure(config), mesh, device, Path(folder) / str(index)))
-            for index, variant in enumerate(VARIANTS)
-        ]
-        start = time.perf_counter()
-        measure(measurements, arguments.warmup, arguments.steps)
-        seconds = time.perf_counter() - start
-        rows, complaints = report(measurements), check(measurements)
-        for measurement in measurements:
-            measurement.session.close()
-        if environment.is_main:
-            model, moe = config.model, config.moe
-            title = (
-                f"{model.num_layers} layers, hidden {model.hidden_size}, {moe.num_experts} experts top-"
-                f"{moe.moe_router_topk}, {arguments.steps} rounds on {device}, {seconds:.0f} s"
-            )
-            print_table(rows, title)
-            for complaint in complaints:
-                print(f"FAILED {complaint}")
-            if not complaints:
-                print("losses and gradient norms agree; counters are as they must be")
-            if arguments.json:
-                write_json(arguments.json, {"title": title, "variants": rows, "complaints": complaints})
-    return 1 if complaints else 0
+        mesh = ParallelMesh.build(config.parallel, device.type, config.model.num_kv_heads)
+        work = gate if is_gate else ablate
+        return work(config, arguments, Place(mesh, device, Path(folder)), is_main=environment.is_main)
 
 
 def main() -> int:
     """Entry point with one-line errors."""
-    try:
-        return run()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_code_of(run)
 
 
 if __name__ == "__main__":

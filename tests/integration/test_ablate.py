@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_glue.proofs.ablation import Measurement, Variant, check
 from tests.support.cases import write_corpus
-from tests.support.commands import run, succeed
+from tests.support.commands import succeed
 from tests.support.programs import load_program
 
 TINY = [
@@ -31,6 +33,7 @@ def test_ablation_agrees_and_counts(tmp_path: Path) -> None:
         "1",
         "--json",
         "a.json",
+        *("--report", "report", "--layer-sweep", "1", "--gpu-hour-price", "2"),
     ]
     outcome = succeed(command, tmp_path)
     assert "losses and gradient norms agree" in outcome.stdout
@@ -42,19 +45,64 @@ def test_ablation_agrees_and_counts(tmp_path: Path) -> None:
     for name in ("packed cache", "double buffer"):
         assert rows[name]["losses"] == rows["none"]["losses"], "bit for bit"
         assert rows[name]["grad_norms"] == rows["none"]["grad_norms"]
+        assert rows[name]["heldout"] == rows["none"]["heldout"]
+    assert [rounds for rounds, _ in rows["none"]["heldout"]] == [1, 2, 3, 4]
+    for row in rows.values():
+        assert row["tokens_per_second"] == pytest.approx(row["tokens_per_step"] / row["median_step_ms"] * 1e3)
+        assert row["utilisation"] > 0
+    text = (tmp_path / "report/report.md").read_text()
+    assert "cost per 1M tokens" in text
+    assert "| 1 | 1.00x |" in text, "the sweep's row"
+    assert (tmp_path / "report/report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_wrong_use_is_one_line(tmp_path: Path) -> None:
-    outcome = run(["tools/ablate.py", *TINY, "--steps", "0"], tmp_path)
-    assert outcome.code == 2
-    assert outcome.error_lines == ["error: --steps=0: too few rounds; use at least 1"]
+def ablate_here(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run the tool inside this process, which spares the start."""
+    monkeypatch.setattr(sys, "argv", ["tools/ablate.py", *TINY, *words])
+    return load_program("tools/ablate.py").main()
+
+
+def test_the_gate_passes_the_same_run_and_fails_on_what_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, base = write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "base.json"
+    words = ["--data-path", str(corpus), "--steps", "2", "--warmup", "1"]
+    assert ablate_here([*words, "--save-baseline", str(base)], monkeypatch) == 0
+    baseline = json.loads(base.read_text())
+    assert set(baseline["outputs"]) == {f"layer {n}, {when} training" for n in (0, 1) for when in ("before", "after")}
+    # Another way to the same numbers, on a machine whose speed says nothing.
+    gate = [*words, "--gate", str(base), "--gate-throughput", "1", "--gate-memory", "9", "--moe-grouping", "loop"]
+    assert ablate_here(gate, monkeypatch) == 0, capsys.readouterr().out
+    baseline["losses"][2] *= 1.001
+    baseline["outputs"]["layer 1, before training"][5] += 0.1
+    base.write_text(json.dumps(baseline))
+    capsys.readouterr()
+    assert ablate_here(gate, monkeypatch) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert len(failed) == 2, failed
+    assert "training loss, step 3" in failed[0]
+    assert "layer 1, before training" in failed[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--steps", "0"], "--steps=0: too few rounds; use at least 1"),
+        (["--layer-sweep", "2,x"], "--layer-sweep=2,x: is no list of numbers; give layers like 2,4,8"),
+        (["--gate-loss", "-1"], "--gate-loss=-1.0: is not a number from 0 on; give 0 or more"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    flags: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ablate_here(flags, monkeypatch) == 2
+    assert capsys.readouterr().err == f"error: {complaint}\n"
 
 
 class Doctored:
     """A measurement whose numbers a test chooses."""
 
     def __init__(self, loss: float = 1.0, norm: float = 1.0, builds: int = 4, reads: int = 0, **switches: bool) -> None:
-        ablate = load_program("tools/ablate.py")
         session = SimpleNamespace(
             metrics=SimpleNamespace(losses=[2.0, loss], grad_norms=[2.0, norm]),
             built=SimpleNamespace(
@@ -68,8 +116,8 @@ class Doctored:
             num_micro_batches=4,
             num_step_host_reads=reads,
         )
-        self.check = ablate.check
-        self.measurement = ablate.Measurement(ablate.Variant("doctored", **switches), session)
+        self.check = check
+        self.measurement = Measurement(Variant("doctored", **switches), session)
 
 
 @pytest.mark.parametrize(
