@@ -20,6 +20,7 @@ way's time / this project's. Exit code 1 if a difference is beyond --tolerance.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -170,7 +171,9 @@ def attention_case(sizes: argparse.Namespace, device: torch.device) -> Case:
     inputs = tuple(torch.randn(sizes.tokens, sizes.heads, head_dim, device=device) for _ in range(3))
     grad_THC = torch.randn_like(inputs[0])
     segments, dense = (METADATA_BUILDERS[layout](lengths, 0, device, 0) for layout in ("segments", "dense"))
-    settings = {"window": 0, "scale": head_dim**-0.5, "dropout": None}
+
+    def attend_with(kernel: Callable[..., Tensor], metadata: object) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        return lambda q, k, v: kernel(q, k, v, metadata, window=0, scale=head_dim**-0.5, dropout=None)
 
     def by_document(q_THC: Tensor, k_THC: Tensor, v_THC: Tensor) -> Tensor:
         outs = []
@@ -180,8 +183,8 @@ def attention_case(sizes: argparse.Namespace, device: torch.device) -> Case:
         return torch.cat(outs)
 
     ways: dict[str, Way] = {
-        "segments": lambda: both_passes(lambda *qkv: segments_attention(*qkv, segments, **settings), inputs, grad_THC),
-        "dense mask": lambda: both_passes(lambda *qkv: dense_attention(*qkv, dense, **settings), inputs, grad_THC),
+        "segments": lambda: both_passes(attend_with(segments_attention, segments), inputs, grad_THC),
+        "dense mask": lambda: both_passes(attend_with(dense_attention, dense), inputs, grad_THC),
         "call per document": lambda: both_passes(by_document, inputs, grad_THC),
     }
     sizes_text = f"T{sizes.tokens} documents {len(lengths)} H{sizes.heads} C{head_dim}"
@@ -288,7 +291,7 @@ def largest_difference(found: Sequence[Tensor], oracle: Sequence[Tensor]) -> flo
         scale = exact.double().abs().max().item() if exact.is_floating_point() else 1.0
         relative = difference / scale if scale else difference
         # max() would step over a NaN.
-        largest = max(largest, relative) if relative == relative else float("inf")
+        largest = float("inf") if math.isnan(relative) else max(largest, relative)
     return largest
 
 
