@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_glue.ops.grouping import count_ids
 
 
-def load_balancing_loss(probs_TE: Tensor, counts_E: Tensor, top_k: int, num_tokens: int) -> Tensor:
+def load_balancing_loss(prob_sums_E: Tensor, counts_E: Tensor, top_k: int, num_tokens: int) -> Tensor:
     """Balance over all tokens of a micro-batch: E * sum_e f_e * P_e.
 
     f_e is the share of (token, choice) pairs that went to expert e and P_e its mean probability (Fedus et al. 2021,
@@ -31,7 +31,7 @@ def load_balancing_loss(probs_TE: Tensor, counts_E: Tensor, top_k: int, num_toke
     perfect balance for every K. The gradient flows through P only.
 
     Args:
-        probs_TE: fp32 router probabilities; each row sums to 1.
+        prob_sums_E: fp32 router probabilities, each row of which sums to 1, added up over this rank's tokens.
         counts_E: int64 pairs of each expert in the whole micro-batch.
         top_k: K.
         num_tokens: Tokens of the whole micro-batch (host integer).
@@ -40,9 +40,9 @@ def load_balancing_loss(probs_TE: Tensor, counts_E: Tensor, top_k: int, num_toke
         fp32 scalar: this rank's share; 0 without tokens.
     """
     if num_tokens == 0:
-        return probs_TE.sum()
-    num_experts = probs_TE.shape[1]
-    return torch.dot(probs_TE.sum(0), counts_E.to(probs_TE.dtype)) * (num_experts / (num_tokens**2 * top_k))
+        return prob_sums_E.sum()
+    num_experts = prob_sums_E.shape[0]
+    return torch.dot(prob_sums_E, counts_E.to(prob_sums_E.dtype)) * (num_experts / (num_tokens**2 * top_k))
 
 
 def count_by_document(expert_ids_TK: Tensor, segment_ids_T: Tensor, num_segments: int, num_experts: int) -> Tensor:
@@ -84,17 +84,17 @@ def document_balancing_loss(probs_TE: Tensor, counts_SE: Tensor, segment_ids_T: 
     return (probs_TE * share_TE).sum() * (probs_TE.shape[1] / num_tokens)
 
 
-def z_loss(logits_TE: Tensor, num_tokens: int) -> Tensor:
+def z_loss(log_sum_exp_T: Tensor, num_tokens: int) -> Tensor:
     """Mean square of the logits' log-sum-exp, which keeps them small (Zoph et al. 2022, "ST-MoE", eq. 5).
 
     Args:
-        logits_TE: fp32 router logits.
+        log_sum_exp_T: fp32 log(sum(exp(logits))) of each of this rank's tokens.
         num_tokens: Tokens of the whole micro-batch (host integer).
 
     Returns:
         fp32 scalar: this rank's share; 0 without tokens.
     """
-    return torch.logsumexp(logits_TE, dim=-1).square().sum() / max(1, num_tokens)
+    return log_sum_exp_T.square().sum() / max(1, num_tokens)
 
 
 def attach_losses(x_TD: Tensor, loss: Tensor, scale: float) -> Tensor:

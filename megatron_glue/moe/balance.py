@@ -149,8 +149,8 @@ class RouterBalance:
         if balance_counts is not None and (self.aux_loss_coeff != 0.0 or is_logged):
             aux = self._balancing_loss(routing, balance_counts, rows)
         if is_logged or (self.z_loss_coeff != 0.0 and torch.is_grad_enabled()):
-            logits_TE = routing.logits_TE if self.z_loss_coeff != 0.0 else routing.logits_TE.detach()
-            z = z_loss(logits_TE, rows.num_tokens_everywhere)
+            source = routing if self.z_loss_coeff != 0.0 else routing.detach()
+            z = z_loss(source.log_sum_exp_T, rows.num_tokens_everywhere)
         if context.router_log is not None and is_logged:
             assert aux is not None, "counted where something is logged"
             assert z is not None, "computed where something is logged"
@@ -165,8 +165,8 @@ class RouterBalance:
 
     def _balancing_loss(self, routing: Routing, balance_counts: Tensor, rows: OwnRows) -> Tensor:
         """This rank's share; without a weight also without a graph, so that a recompute saves the same tensors."""
-        probs_TE = routing.probs_TE if self.aux_loss_coeff != 0.0 else routing.probs_TE.detach()
+        source = routing if self.aux_loss_coeff != 0.0 else routing.detach()
         num_tokens = rows.num_tokens_everywhere
         if self.by_document:
-            return document_balancing_loss(probs_TE, balance_counts, rows.segment_ids_T, num_tokens)
-        return load_balancing_loss(probs_TE, balance_counts, routing.expert_ids_TK.shape[1], num_tokens)
+            return document_balancing_loss(source.probs_TE, balance_counts, rows.segment_ids_T, num_tokens)
+        return load_balancing_loss(source.prob_sums_E, balance_counts, routing.expert_ids_TK.shape[1], num_tokens)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megatron_glue.backends.deepep import DeepEPBuffers
 from megatron_glue.backends.grouped_mm import GroupedMM
+from megatron_glue.backends.permutation import TORCH_PERMUTATION, RowPermutation
+from megatron_glue.backends.router import RouterKernel
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import ModelConfig, MoEConfig
@@ -59,6 +61,8 @@ class MoEExecution:
         host_reader: Counts reads of device values; one per model.
         one_pass: Group in one pass and compute by grouped products; else loop over experts.
         grouping_implementation: Of the one pass.
+        permutation: Moves rows into expert order and back.
+        router_kernel: Of the router; ``None`` for operators of torch.
         device: Where the model will be when it computes.
         dtype: In which it computes.
         deepep_buffers: Shared by the layers of a model.
@@ -68,6 +72,8 @@ class MoEExecution:
     host_reader: HostReader
     one_pass: bool = True
     grouping_implementation: GroupingImplementation = "auto"
+    permutation: RowPermutation = TORCH_PERMUTATION
+    router_kernel: RouterKernel | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     deepep_buffers: DeepEPBuffers = field(default_factory=DeepEPBuffers)
@@ -110,6 +116,7 @@ def build_moe_layer(
             weight_scale=moe.moe_router_topk_scaling_factor,
             has_expert_bias=moe.moe_router_enable_expert_bias,
         ),
+        execution.router_kernel,
     )
     experts = GroupedExperts(
         moe.num_experts // mesh.ep_size,
@@ -157,6 +164,7 @@ def _load_dispatcher(moe: MoEConfig, execution: MoEExecution, mesh: ParallelMesh
         num_replicas=mesh.etp_size,
         num_chunks=moe.moe_overlap_chunks,
         deepep_buffers=execution.deepep_buffers,
+        permutation=execution.permutation,
     )
     return load_dispatcher(moe.moe_token_dispatcher_type, needs)
 

@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_glue.backends.permutation import TORCH_PERMUTATION, RowPermutation
 from megatron_glue.moe.experts import ComputeExperts
-from megatron_glue.ops.permute import permute_rows, unpermute_rows
 from megatron_glue.types import DispatchMetadata, TokenGroups, TokenMetadata
 
 SplitExperts = Callable[[Sequence[int], torch.dtype], list[ComputeExperts]]
@@ -115,12 +115,14 @@ class LocalDispatcher:
 
     Args:
         num_experts: E.
+        permutation: Moves rows into expert order and back.
     """
 
     is_local = True
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, permutation: RowPermutation = TORCH_PERMUTATION) -> None:
         self._num_experts = num_experts
+        self._permutation = permutation
 
     def begin(
         self,
@@ -133,15 +135,16 @@ class LocalDispatcher:
             groups = group_tokens(tokens.expert_ids_TK, self._num_experts, 1)
             reuse = DispatchMetadata(groups.counts_E, groups)
         assert isinstance(reuse, DispatchMetadata), "a layer keeps its dispatcher"
-        return _LocalDispatch(tokens, reuse)
+        return _LocalDispatch(tokens, reuse, self._permutation)
 
 
 class _LocalDispatch(Dispatch):
-    def __init__(self, tokens: RoutedTokens, metadata: DispatchMetadata) -> None:
+    def __init__(self, tokens: RoutedTokens, metadata: DispatchMetadata, permutation: RowPermutation) -> None:
         self.counts_E = metadata.counts_E
         self._metadata = metadata
+        self._permutation = permutation
         self._weights_TK = tokens.weights_TK
-        self._rows_RD = permute_rows(tokens.x_TD, metadata.groups, has_sentinels=False)
+        self._rows_RD = permutation.permute_rows(tokens.x_TD, metadata.groups, has_sentinels=False)
 
     def send(self) -> None:
         """Nothing leaves this rank."""
@@ -150,7 +153,7 @@ class _LocalDispatch(Dispatch):
         """See :class:`Dispatch`."""
         (compute,) = split_experts([self.counts_E.shape[0]], self._rows_RD.dtype)
         y_RD = compute(self._rows_RD, self.counts_E)
-        return unpermute_rows(y_RD, self._metadata.groups, self._weights_TK, has_sentinels=False)
+        return self._permutation.unpermute_rows(y_RD, self._metadata.groups, self._weights_TK, has_sentinels=False)
 
     @property
     def metadata(self) -> DispatchMetadata:

@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_glue.backends.permutation import TORCH_PERMUTATION, RowPermutation
 from megatron_glue.moe.dispatcher import Dispatch, GroupTokens, RoutedTokens, SplitExperts
 from megatron_glue.ops.grouping import inverse_permutation, reorder_experts, replicate_groups
 from megatron_glue.ops.host_reader import HostReader, PendingRead
-from megatron_glue.ops.permute import gather_rows, permute_rows, sum_replicas, unpermute_rows
+from megatron_glue.ops.permute import gather_rows, sum_replicas
 from megatron_glue.parallel.collectives import Pending, start_all_to_all_equal
 from megatron_glue.parallel.row_exchange import RowExchange
 from megatron_glue.types import DispatchMetadata, ExchangeLayout, ReplicatedGroups, TokenGroups, TokenMetadata
@@ -49,6 +50,7 @@ class AllToAllDispatcher:
         host_reader: Counts the read of the splits.
         num_replicas: Ranks that hold a part of the same experts.
         num_chunks: Exchanges of rows each way, at most the experts of a rank.
+        permutation: Moves rows into expert order and back.
 
     Raises:
         ValueError: If the ranks cannot share the experts, or the experts of a rank the chunks.
@@ -63,6 +65,7 @@ class AllToAllDispatcher:
         host_reader: HostReader,
         num_replicas: int = 1,
         num_chunks: int = 1,
+        permutation: RowPermutation = TORCH_PERMUTATION,
     ) -> None:
         if group.size() % num_replicas:
             raise ValueError(f"num_replicas={num_replicas}: does not divide the group of {group.size()} ranks")
@@ -76,6 +79,7 @@ class AllToAllDispatcher:
             raise ValueError(f"num_chunks={num_chunks}: a rank has {num_local} experts, and each chunk needs one")
         self.num_replicas = num_replicas
         self.host_reader = host_reader
+        self.permutation = permutation
         self.chunk_bounds = [num_local * chunk // num_chunks for chunk in range(num_chunks + 1)]
 
     @property
@@ -167,7 +171,7 @@ class _AllToAllDispatch(Dispatch):
         self._dispatcher = dispatcher
         self._weights_TK = tokens.weights_TK
         self._layout = layout
-        self._rows_SD = permute_rows(tokens.x_TD, layout.sent, has_sentinels=False)
+        self._rows_SD = dispatcher.permutation.permute_rows(tokens.x_TD, layout.sent, has_sentinels=False)
         self._chunks_SD: list[Tensor] = []
         self._next: _Arriving | None = None
 
@@ -199,7 +203,7 @@ class _AllToAllDispatch(Dispatch):
         if metadata.replicated is not None:
             # Before the weights, so that backward keeps one row of a pair and not one of each part.
             y_SD = sum_replicas(y_SD, metadata.replicated)
-        return unpermute_rows(y_SD, metadata.groups, self._weights_TK, has_sentinels=False)
+        return self._dispatcher.permutation.unpermute_rows(y_SD, metadata.groups, self._weights_TK, has_sentinels=False)
 
     @property
     def metadata(self) -> DispatchMetadata:

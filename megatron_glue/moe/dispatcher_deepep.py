@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_glue.backends.deepep import DeepEPBuffers, DispatchedTokens, combine, dispatch, dispatch_again
+from megatron_glue.backends.permutation import TORCH_PERMUTATION, RowPermutation
 from megatron_glue.moe.dispatcher import RoutedTokens
 from megatron_glue.moe.dispatcher_tokens import BroughtTokens, TokenDispatcher, TokenExchange, pad_rows
 from megatron_glue.ops.host_reader import HostReader
@@ -73,7 +74,11 @@ class DeepEPTokens(TokenExchange):
 
 
 def deepep_dispatcher(
-    group: ProcessGroup, num_experts: int, host_reader: HostReader, buffers: DeepEPBuffers
+    group: ProcessGroup,
+    num_experts: int,
+    host_reader: HostReader,
+    buffers: DeepEPBuffers,
+    permutation: RowPermutation = TORCH_PERMUTATION,
 ) -> TokenDispatcher:
     """Build the dispatcher.
 
@@ -82,6 +87,7 @@ def deepep_dispatcher(
         num_experts: E.
         host_reader: Counts the library's waits.
         buffers: Of the model.
+        permutation: Moves rows into expert order and back.
 
     Returns:
         The dispatcher.
@@ -91,4 +97,4 @@ def deepep_dispatcher(
         row_bytes = tokens.x_TD.shape[1] * tokens.x_TD.element_size()
         return DeepEPTokens(tokens, reuse, buffers.of(group, row_bytes), num_experts, host_reader)
 
-    return TokenDispatcher(num_experts, num_experts // group.size(), start)
+    return TokenDispatcher(num_experts, num_experts // group.size(), start, permutation)

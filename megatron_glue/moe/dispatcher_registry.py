@@ -12,6 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_glue.backends.deepep import DeepEPBuffers, why_not_deepep
+from megatron_glue.backends.permutation import TORCH_PERMUTATION, RowPermutation
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.moe.dispatcher import Dispatcher, LocalDispatcher
@@ -34,6 +35,7 @@ class DispatcherNeeds:
         num_replicas: Ranks that hold a part of the same experts; they stand next to each other in the group.
         num_chunks: Exchanges of rows each way that overlap with the experts.
         deepep_buffers: Shared by all layers.
+        permutation: Moves rows into expert order and back.
     """
 
     group: ProcessGroup | None
@@ -44,6 +46,7 @@ class DispatcherNeeds:
     num_replicas: int = 1
     num_chunks: int = 1
     deepep_buffers: DeepEPBuffers = field(default_factory=DeepEPBuffers)
+    permutation: RowPermutation = TORCH_PERMUTATION
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,17 @@ class DispatcherEntry:
 
 
 def _all_to_all(group: ProcessGroup, needs: DispatcherNeeds) -> Dispatcher:
-    return AllToAllDispatcher(group, needs.num_experts, needs.host_reader, needs.num_replicas, needs.num_chunks)
+    return AllToAllDispatcher(
+        group, needs.num_experts, needs.host_reader, needs.num_replicas, needs.num_chunks, needs.permutation
+    )
 
 
 def _all_gather(group: ProcessGroup, needs: DispatcherNeeds) -> Dispatcher:
-    return all_gather_dispatcher(group, needs.num_experts, needs.num_replicas)
+    return all_gather_dispatcher(group, needs.num_experts, needs.num_replicas, needs.permutation)
 
 
 def _deepep(group: ProcessGroup, needs: DispatcherNeeds) -> Dispatcher:
-    return deepep_dispatcher(group, needs.num_experts, needs.host_reader, needs.deepep_buffers)
+    return deepep_dispatcher(group, needs.num_experts, needs.host_reader, needs.deepep_buffers, needs.permutation)
 
 
 DISPATCHERS: dict[str, DispatcherEntry] = {
@@ -93,7 +98,7 @@ def load_dispatcher(name: str, needs: DispatcherNeeds) -> Dispatcher:
         ConfigError: If the named one cannot be had here, with the reason.
     """
     if needs.group is None:
-        return LocalDispatcher(needs.num_experts)
+        return LocalDispatcher(needs.num_experts, needs.permutation)
     entry = DISPATCHERS[name]
     if obstacle := entry.why_not(needs):
         usable = [other for other, each in DISPATCHERS.items() if not each.why_not(needs)]

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_glue.backends.permutation import TORCH_PERMUTATION, RowPermutation
 from megatron_glue.moe.dispatcher import Dispatch, GroupTokens, RoutedTokens, SplitExperts
 from megatron_glue.ops.grouping import count_ids
-from megatron_glue.ops.permute import permute_rows, unpermute_rows
 from megatron_glue.parallel.collectives import Pending, start_all_gather_rows
 from megatron_glue.parallel.row_exchange import RowGather, RowScatter
 from megatron_glue.types import DispatchMetadata, TokenGroups, TokenMetadata
@@ -84,14 +84,22 @@ class TokenDispatcher:
         num_experts: E.
         num_local_experts: e.
         exchange: Starts an exchange of tokens.
+        permutation: Moves rows into expert order and back.
     """
 
     is_local = False
 
-    def __init__(self, num_experts: int, num_local_experts: int, exchange: StartExchange) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        num_local_experts: int,
+        exchange: StartExchange,
+        permutation: RowPermutation = TORCH_PERMUTATION,
+    ) -> None:
         self._num_experts = num_experts
         self._num_local_experts = num_local_experts
         self._exchange = exchange
+        self._permutation = permutation
 
     def begin(
         self,
@@ -107,6 +115,7 @@ class TokenDispatcher:
             lambda local_ids_BK: group_tokens(local_ids_BK, self._num_local_experts, 1),
             counts_E,
             reuse,
+            self._permutation,
         )
 
 
@@ -117,11 +126,13 @@ class _TokenDispatch(Dispatch):
         group_local: Callable[[Tensor], TokenGroups],
         counts_E: Tensor,
         metadata: TokenMetadata | None,
+        permutation: RowPermutation,
     ) -> None:
         self.counts_E = counts_E
         self._exchange = exchange
         self._group_local = group_local
         self._metadata = metadata
+        self._permutation = permutation
 
     def send(self) -> None:
         """See :class:`Dispatch`."""
@@ -135,10 +146,10 @@ class _TokenDispatch(Dispatch):
             groups = self._group_local(brought.local_ids_BK)
             self._metadata = TokenMetadata(self.counts_E, groups, brought.handle)
         groups = self._metadata.groups
-        rows_RD = permute_rows(brought.x_BD, groups)
+        rows_RD = self._permutation.permute_rows(brought.x_BD, groups)
         (compute,) = split_experts([groups.num_experts], rows_RD.dtype)
         y_RD = compute(rows_RD, groups.counts_E)
-        return self._exchange.bring_back(unpermute_rows(y_RD, groups, brought.weights_BK))
+        return self._exchange.bring_back(self._permutation.unpermute_rows(y_RD, groups, brought.weights_BK))
 
     @property
     def metadata(self) -> TokenMetadata:
@@ -208,13 +219,19 @@ def pad_rows(rows_TX: Tensor, num_rows: int, value: int = 0) -> Tensor:
     return F.pad(rows_TX, (0, 0, 0, num_missing), value=value) if num_missing else rows_TX
 
 
-def all_gather_dispatcher(group: ProcessGroup, num_experts: int, num_replicas: int = 1) -> TokenDispatcher:
+def all_gather_dispatcher(
+    group: ProcessGroup,
+    num_experts: int,
+    num_replicas: int = 1,
+    permutation: RowPermutation = TORCH_PERMUTATION,
+) -> TokenDispatcher:
     """Build the dispatcher that gathers all tokens.
 
     Args:
         group: The ranks; those that hold parts of the same experts stand next to each other.
         num_experts: E.
         num_replicas: Ranks that hold a part of the same experts.
+        permutation: Moves rows into expert order and back.
 
     Returns:
         The dispatcher.
@@ -231,5 +248,8 @@ def all_gather_dispatcher(group: ProcessGroup, num_experts: int, num_replicas: i
     num_local = num_experts // num_ranks
     first_expert = group.rank() // num_replicas * num_local
     return TokenDispatcher(
-        num_experts, num_local, lambda tokens, reuse: GatheredTokens(tokens, reuse, group, first_expert)
+        num_experts,
+        num_local,
+        lambda tokens, reuse: GatheredTokens(tokens, reuse, group, first_expert),
+        permutation,
     )

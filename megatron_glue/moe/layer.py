@@ -24,7 +24,7 @@ from megatron_glue.moe.balance import OwnRows, RouterBalance
 from megatron_glue.moe.dispatcher import Dispatch, Dispatcher, RoutedTokens
 from megatron_glue.moe.experts import ComputeExperts, GroupedExperts
 from megatron_glue.moe.router import Router, Routing
-from megatron_glue.ops.grouping import GroupingImplementation, count_ids, group_tokens
+from megatron_glue.ops.grouping import GroupingImplementation, group_tokens
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.types import ForwardContext, RoutingDecision, TokenGroups
 
@@ -99,7 +99,7 @@ class MoELayer(nn.Module):
         dispatch = self._begin_dispatch(
             RoutedTokens(valid_TD, routing.expert_ids_TK, routing.weights_TK, rows.num_rows), saved
         )
-        counts_E = dispatch.counts_E if dispatch else count_ids(routing.expert_ids_TK, self.router.config.num_experts)
+        counts_E = dispatch.counts_E if dispatch else routing.counts_E
         counting = None if saved else self.balance.start_counts(routing, counts_E, rows, context)
         is_overlapped = self.config.overlap_shared_expert and not self.dispatcher.is_local
         # Before rows are sent, so that a GPU has work while the host waits for the splits; or beside the rows.

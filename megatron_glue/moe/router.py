@@ -11,13 +11,15 @@ Shape suffixes: T tokens, D model, E experts, K top-k, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_glue.backends.router import RouterKernel, RoutingRule, RoutingStatistics
+from megatron_glue.ops.grouping import count_ids
 from megatron_glue.ops.topk import topk_lowest_index
 from megatron_glue.parallel.precision import local
 
@@ -52,12 +54,39 @@ class Routing:
         weights_TK: fp32. Their weights.
         logits_TE: fp32.
         probs_TE: fp32. Scores as probabilities: each row sums to 1.
+        statistics: What the kernel that routed found on its way; ``None`` to derive it when it is asked for.
     """
 
     expert_ids_TK: Tensor
     weights_TK: Tensor
     logits_TE: Tensor
     probs_TE: Tensor
+    statistics: RoutingStatistics | None = None
+
+    @property
+    def counts_E(self) -> Tensor:
+        """int64 pairs of each expert."""
+        return self.statistics.counts_E if self.statistics else count_ids(self.expert_ids_TK, self.logits_TE.shape[1])
+
+    @property
+    def prob_sums_E(self) -> Tensor:
+        """fp32 sum of each expert's probabilities over the tokens."""
+        return self.statistics.prob_sums_E if self.statistics else self.probs_TE.sum(0)
+
+    @property
+    def log_sum_exp_T(self) -> Tensor:
+        """fp32 log(sum(exp(logits))) of each token."""
+        return self.statistics.log_sum_exp_T if self.statistics else torch.logsumexp(self.logits_TE, dim=-1)
+
+    def detach(self) -> Routing:
+        """The same values, from which no gradient flows; what is derived from them has no graph either."""
+        statistics = self.statistics
+        if statistics is not None:
+            sums_E, log_sum_exp_T = statistics.prob_sums_E.detach(), statistics.log_sum_exp_T.detach()
+            statistics = replace(statistics, prob_sums_E=sums_E, log_sum_exp_T=log_sum_exp_T)
+        return Routing(
+            self.expert_ids_TK, self.weights_TK.detach(), self.logits_TE.detach(), self.probs_TE.detach(), statistics
+        )
 
 
 class Router(nn.Module):
@@ -66,13 +95,16 @@ class Router(nn.Module):
     Args:
         hidden_size: D.
         config: See :class:`RouterConfig`.
+        kernel: Does all that follows the logits in one pass; ``None`` for operators of torch.
     """
 
     expert_bias_E: Tensor | None
 
-    def __init__(self, hidden_size: int, config: RouterConfig) -> None:
+    def __init__(self, hidden_size: int, config: RouterConfig, kernel: RouterKernel | None = None) -> None:
         super().__init__()
         self.config = config
+        self._kernel = kernel
+        self._rule = RoutingRule(config.top_k, config.score_function, config.normalise_weights, config.weight_scale)
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.has_expert_bias else None
         self.register_buffer("expert_bias_E", bias_E)
@@ -89,6 +121,11 @@ class Router(nn.Module):
             The routing; weights, logits and probabilities are differentiable.
         """
         logits_TE = F.linear(x_TD.float(), local(self.weight, torch.float32))
+        if self._kernel is not None:
+            routed = self._kernel(logits_TE, self._rule, self.expert_bias_E, expert_ids_TK)
+            return Routing(
+                routed.expert_ids_TK, routed.weights_TK, logits_TE, routed.probs_TE, statistics=routed.statistics
+            )
         if self.config.score_function == "softmax":
             scores_TE = probs_TE = torch.softmax(logits_TE, dim=-1)
         else:

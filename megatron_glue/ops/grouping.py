@@ -15,7 +15,7 @@ expert between them).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,27 @@ from torch import Tensor
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.types import ReplicatedGroups, TokenGroups
 
+
+class GroupPairs(Protocol):
+    """A one-pass grouping from another room, with the values of this file's own."""
+
+    def __call__(self, ids_N: Tensor, num_experts: int, num_ranks: int, top_k: int) -> TokenGroups:
+        """Group pairs.
+
+        Args:
+            ids_N: int64 expert of each pair, sentinels included.
+            num_experts: E.
+            num_ranks: P, a divisor of E.
+            top_k: K.
+
+        Returns:
+            The groups.
+        """
+        ...
+
+
 GroupingMethod = Literal["one-pass", "loop"]
-GroupingImplementation = Literal["auto", "numpy", "torch"]
+GroupingImplementation = Literal["auto", "numpy", "torch"] | GroupPairs
 
 
 def group_tokens(
@@ -45,7 +64,8 @@ def group_tokens(
         num_experts: E.
         num_ranks: P, a divisor of E. Rank p owns experts p*E/P ... (p+1)*E/P - 1.
         method: ``one-pass`` or ``loop``; both give equal values.
-        implementation: Of ``one-pass``: ``numpy`` (CPU tensors only), ``torch`` (any device), or ``auto``.
+        implementation: Of ``one-pass``: ``numpy`` (CPU tensors only), ``torch`` (any device), ``auto``, or a function
+            that takes their place.
         host_reader: Counts the reads that ``loop`` makes, one per expert.
 
     Returns:
@@ -67,6 +87,8 @@ def group_tokens(
     if method == "loop":
         order_N, counts_E = _order_by_loop(ids_N, num_experts, host_reader or HostReader())
         inverse_N = inverse_permutation(order_N)
+    elif not isinstance(implementation, str):
+        return implementation(ids_N, num_experts, num_ranks, top_k)
     elif implementation == "numpy" or (implementation == "auto" and ids_N.device.type == "cpu"):
         order_N, inverse_N, counts_E = _order_by_numpy(ids_N, num_experts)
     else:

@@ -37,7 +37,7 @@ def permute_rows(x_TD: Tensor, groups: TokenGroups, *, has_sentinels: bool = Tru
         [N, D]; row i belongs to pair ``groups.order_N[i]``. Differentiable: the gradient of a token is the sum over its
         K rows, without those in the tail.
     """
-    _check_pairs(x_TD.shape[0], groups)
+    check_pairs(x_TD.shape[0], groups)
     return _PermuteRows.apply(x_TD, groups, has_sentinels)
 
 
@@ -54,7 +54,7 @@ def unpermute_rows(y_ND: Tensor, groups: TokenGroups, weights_TK: Tensor, *, has
         [T, D] in the dtype of ``y_ND``. Differentiable with respect to rows and weights; both gradients are zero for
         pairs in the tail.
     """
-    _check_pairs(weights_TK.shape[0], groups)
+    check_pairs(weights_TK.shape[0], groups)
     return _UnpermuteRows.apply(y_ND, weights_TK, groups, has_sentinels)
 
 
@@ -85,7 +85,16 @@ def sum_replicas(y_SD: Tensor, replicated: ReplicatedGroups) -> Tensor:
     return _SumReplicas.apply(y_SD, replicated)
 
 
-def _check_pairs(num_tokens: int, groups: TokenGroups) -> None:
+def check_pairs(num_tokens: int, groups: TokenGroups) -> None:
+    """Refuse a grouping of other tokens.
+
+    Args:
+        num_tokens: T of the rows or weights at hand.
+        groups: Grouping of T * K pairs.
+
+    Raises:
+        ValueError: If the grouping has another number of pairs.
+    """
     if num_tokens * groups.top_k != groups.num_pairs:
         raise ValueError(f"{num_tokens} tokens with {groups.top_k} choices each do not make {groups.num_pairs} pairs")
 
