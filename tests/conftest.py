@@ -1,11 +1,20 @@
-"""What every test relies on, however the suite was started."""
+"""What every test relies on, however the suite was started.
+
+Where there is no CUDA device, Triton's interpreter runs the kernels on the CPU. It must be told so before anything
+imports Triton, and some paths of torch do.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")

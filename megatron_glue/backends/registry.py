@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -30,9 +30,13 @@ from megatron_glue.backends.grouped_mm import (
 from megatron_glue.backends.grouped_mm_onednn import GroupedMMOnCpu
 from megatron_glue.backends.matmul_onednn import OnednnMatMul, is_intel_processor, why_not_onednn
 from megatron_glue.backends.norm import LayerNormKernel, RMSNormKernel, layer_norm_torch, rms_norm_cpu, rms_norm_torch
+from megatron_glue.backends.permutation import TORCH_PERMUTATION, RowPermutation
+from megatron_glue.backends.router import RouterKernel
+from megatron_glue.backends.triton.availability import why_not_by_itself, why_not_triton
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import BackendConfig
+from megatron_glue.ops.grouping import GroupingImplementation
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.ops.matmul import TORCH_MATMUL, MatMul
 
@@ -90,7 +94,9 @@ class Backends:
         layer_norm: LayerNorm.
         matmul: Products of linear layers and of the loss.
         grouped_mm: Product of grouped rows and expert weights.
-        grouping: ``numpy`` or ``torch``, for ``ops.grouping.group_tokens``.
+        grouping: ``numpy``, ``torch`` or a function, for ``ops.grouping.group_tokens``.
+        permutation: Rows into expert order and back.
+        router: Choice and weights from logits; ``None`` for the router's own operators.
         optimizer: ``fused`` or ``foreach``.
         choices: (role, name, reason) of each choice.
         context_layout: How attention meets the tokens of other context-parallel ranks, ``gather`` or ``ring``; empty if
@@ -103,7 +109,9 @@ class Backends:
     layer_norm: LayerNormKernel
     matmul: MatMul
     grouped_mm: GroupedMM
-    grouping: Any
+    grouping: GroupingImplementation
+    permutation: RowPermutation
+    router: RouterKernel | None
     optimizer: str
     choices: tuple[tuple[str, str, str], ...]
     context_layout: str = ""
@@ -173,6 +181,33 @@ def _why_not_fused(needs: Needs) -> str:
     return "" if needs.device.type in ("cpu", "cuda") else f"no fused AdamW on {needs.device.type}"
 
 
+def _load_triton_grouping(_needs: Needs, _reader: HostReader) -> GroupingImplementation:
+    from megatron_glue.backends.triton.grouping import group_pairs
+
+    return group_pairs
+
+
+def _load_triton_permutation(_needs: Needs, _reader: HostReader) -> RowPermutation:
+    from megatron_glue.backends.triton.permute import permute_rows, unpermute_rows
+
+    return RowPermutation(permute_rows, unpermute_rows)
+
+
+def _load_triton_router(_needs: Needs, _reader: HostReader) -> RouterKernel:
+    from megatron_glue.backends.triton.router import route
+
+    return route
+
+
+def _triton_entry(role: str, load: Callable[[Needs, HostReader], Kernel]) -> Entry[Kernel]:
+    return Entry(
+        "triton",
+        load,
+        lambda needs: why_not_triton(role, needs.device),
+        why_not_auto=lambda needs: why_not_by_itself(needs.device),
+    )
+
+
 # In the order in which ``auto`` tries them.
 _ATTENTION: tuple[Entry[AttentionKernel], ...] = (
     Entry("varlen", lambda *_: varlen_attention, _why_not_varlen),
@@ -198,9 +233,18 @@ _GROUPED_MM: tuple[Entry[GroupedMM], ...] = (
     Entry("torch", _load_grouped_mm_torch, _nothing, _caveat_of_grouped_mm_torch),
     Entry("loop", lambda _, reader: GroupedMMLoop(reader), _nothing),
 )
-_GROUPING: tuple[Entry[str], ...] = (
+_GROUPING: tuple[Entry[GroupingImplementation], ...] = (
     Entry("numpy", lambda *_: "numpy", _why_not_numpy),
+    _triton_entry("grouping", _load_triton_grouping),
     Entry("torch", lambda *_: "torch", _nothing),
+)
+_PERMUTATION: tuple[Entry[RowPermutation], ...] = (
+    _triton_entry("permutation", _load_triton_permutation),
+    Entry("torch", lambda *_: TORCH_PERMUTATION, _nothing),
+)
+_ROUTER: tuple[Entry[RouterKernel | None], ...] = (
+    _triton_entry("router", _load_triton_router),
+    Entry("torch", lambda *_: None, _nothing),
 )
 _OPTIMIZER: tuple[Entry[str], ...] = (
     Entry("fused", lambda *_: "fused", _why_not_fused),
@@ -218,7 +262,7 @@ def _choose(field: str, wanted: str, entries: tuple[Entry[Kernel], ...], needs: 
     for entry in entries:
         if wanted not in ("auto", entry.name):
             continue
-        obstacle = entry.why_not(needs) or (entry.why_not_auto(needs) if wanted == "auto" else "")
+        obstacle = (wanted == "auto" and entry.why_not_auto(needs)) or entry.why_not(needs)
         if not obstacle:
             why = "; ".join(rejected) or ("configured" if wanted != "auto" else "first choice")
             return entry, "; ".join(filter(None, (why, entry.caveat(needs))))
@@ -260,6 +304,8 @@ def resolve(
     matmul, matmul_reason = _choose("matmul_backend", config.matmul_backend, _MATMUL, needs)
     grouped_mm, grouped_mm_reason = _choose("grouped_mm_backend", config.grouped_mm_backend, _GROUPED_MM, needs)
     grouping, grouping_reason = _choose("grouping_backend", config.grouping_backend, _GROUPING, needs)
+    permutation, permutation_reason = _choose("permutation_backend", config.permutation_backend, _PERMUTATION, needs)
+    router, router_reason = _choose("router_backend", config.router_backend, _ROUTER, needs)
     optimizer, optimizer_reason = _choose("optimizer_backend", config.optimizer_backend, _OPTIMIZER, needs)
     return Backends(
         attention=attention.load(needs, reader),
@@ -269,6 +315,8 @@ def resolve(
         matmul=matmul.load(needs, reader),
         grouped_mm=grouped_mm.load(needs, reader),
         grouping=grouping.load(needs, reader),
+        permutation=permutation.load(needs, reader),
+        router=router.load(needs, reader),
         optimizer=optimizer.load(needs, reader),
         choices=(
             ("attention", attention.name, attention_reason),
@@ -276,6 +324,8 @@ def resolve(
             ("matmul", matmul.name, matmul_reason),
             ("grouped_mm", grouped_mm.name, grouped_mm_reason),
             ("grouping", grouping.name, grouping_reason),
+            ("permutation", permutation.name, permutation_reason),
+            ("router", router.name, router_reason),
             ("optimizer", optimizer.name, optimizer_reason),
         ),
     )

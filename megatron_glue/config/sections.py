@@ -304,7 +304,9 @@ class BackendConfig(Section):
     grouped_mm_backend: Literal["auto", "torch", "onednn", "loop"] = option(
         "auto", "Product of grouped rows and expert weights; onednn: for fp32 on a CPU."
     )
-    grouping_backend: Literal["auto", "numpy", "torch"] = option("auto", "One-pass grouping.")
+    grouping_backend: Literal["auto", "numpy", "triton", "torch"] = option("auto", "One-pass grouping.")
+    permutation_backend: Literal["auto", "triton", "torch"] = option("auto", "Rows into expert order and back.")
+    router_backend: Literal["auto", "triton", "torch"] = option("auto", "Scores, choice and weights from logits.")
     optimizer_backend: Literal["auto", "fused", "foreach"] = option("auto", "AdamW update.")
     matmul_backend: Literal["auto", "torch", "onednn"] = option(
         "auto", "Products of linear layers, experts and the loss; onednn: for fp32 on a CPU."

@@ -124,10 +124,12 @@ def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltM
     moe_execution = MoEExecution(
         backends.grouped_mm,
         place.host_reader,
-        config.accelerator.enable_grouped_index,
-        backends.grouping,
-        place.device,
-        precision.compute_dtype,
+        one_pass=config.accelerator.enable_grouped_index,
+        grouping_implementation=backends.grouping,
+        permutation=backends.permutation,
+        router_kernel=backends.router,
+        device=place.device,
+        dtype=precision.compute_dtype,
     )
     layer_build = LayerBuild(backends, cache, config.training.seed, place.mesh)
     shared = _Shared(config, vocab_size, place, layer_build, precision, moe_execution)

@@ -117,7 +117,10 @@ def parameters_are_few(source: Source) -> list[str]:
         arguments = [argument for argument in arguments if argument.arg not in ("self", "cls")]
         limit = MAX_PARAMETERS
         if source.room in ("ops", "backends") and arguments:
-            is_compiled = any(dotted_name(decorator).endswith("jit") for decorator in function.decorator_list)
+            is_compiled = any(
+                dotted_name(decorator.func if isinstance(decorator, ast.Call) else decorator).endswith("jit")
+                for decorator in function.decorator_list
+            )
             if is_compiled or any(map(is_autograd_function, classes)):
                 continue
             annotation = arguments[0].annotation

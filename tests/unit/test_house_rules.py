@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -19,7 +20,16 @@ from tests.support.house_rules import (
     host_reads,
     hot_path_reads_no_device_value,
 )
-from tests.support.source_tree import ROOT, Source, import_cycles, sources, sources_of_tests, texts
+from tests.support.source_tree import (
+    ROOT,
+    Source,
+    functions,
+    import_cycles,
+    imported_modules,
+    sources,
+    sources_of_tests,
+    texts,
+)
 
 ALLOWED_READS: dict[tuple[str, str], str] = {
     ("megatron_glue/ops/host_reader.py", "tolist"): "the one door: every read through it is counted",
@@ -39,6 +49,9 @@ OPTIONAL_LIBRARIES = (
     "wandb",
     "mpi4py",
 )
+
+KERNEL_FILES = tuple(f"megatron_glue/backends/triton/{name}.py" for name in ("grouping", "permute", "router", "trial"))
+"""They import Triton, whose kernels are decorated functions, and are imported inside functions only."""
 
 LONG_FUNCTION = "def f() -> None:\n    '''Doc.'''\n" + "    x = 1\n" * 80
 DOC = '"""Doc."""\n'
@@ -115,6 +128,11 @@ SOUND: list[tuple[Rule, str, str]] = [
     ),
     (house_rules.parameters_are_few, "megatron_glue/backends/a.py", "def f(q: Tensor, b, c, d, e, f, g): ..."),
     (house_rules.parameters_are_few, "megatron_glue/backends/a.py", "@triton.jit\ndef k(a, b, c, d, e, f, g): ..."),
+    (
+        house_rules.parameters_are_few,
+        "megatron_glue/backends/a.py",
+        "@triton.jit(do_not_specialize=['a'])\ndef k(a, b, c, d, e, f, g): ...",
+    ),
     (house_rules.one_file_reads_the_environment, "megatron_glue/config/environment.py", "import os\nos.environ"),
     (house_rules.nothing_is_executed_from_data, "tools/a.py", "torch.load(f, weights_only=True)\nyaml.safe_load(x)"),
     (hot_path_reads_no_device_value, "megatron_glue/data/a.py", "x.item()"),
@@ -225,7 +243,38 @@ def test_the_front_door_loads_nothing() -> None:
 
 
 def test_no_module_loads_an_optional_library() -> None:
-    modules = [source.module for source in sources() if source.path.startswith("megatron_glue/")]
+    modules = [
+        source.module
+        for source in sources()
+        if source.path.startswith("megatron_glue/") and source.path not in KERNEL_FILES
+    ]
     loaded = _modules_after("\n".join(f"import {module}" for module in modules))
     baseline = _modules_after("import torch, numpy, pydantic, yaml, rich")
     assert not (loaded - baseline) & set(OPTIONAL_LIBRARIES)
+
+
+def _loads_triton(source: Source) -> list[str]:
+    """Imports of Triton, or of a file with its kernels, that run when the file itself is imported."""
+    kernel_modules = {path.removesuffix(".py").replace("/", ".") for path in KERNEL_FILES}
+    inside = {node for function, _ in functions(source) for node in ast.walk(function)}
+    return [
+        source.at(node, f"imports {name}")
+        for node, name in imported_modules(source)
+        if node not in inside and (name.split(".")[0] == "triton" or name in kernel_modules)
+    ]
+
+
+def test_only_kernel_files_load_triton() -> None:
+    """By their text: torch loads Triton itself behind some of its modules, so loaded modules prove nothing."""
+    found = [line for source in sources() if source.path not in KERNEL_FILES for line in _loads_triton(source)]
+    assert not found, "\n".join(found)
+
+
+def test_loading_triton_is_found() -> None:
+    for text in (
+        "import triton",
+        "import triton.language as tl",
+        "from megatron_glue.backends.triton.router import route",
+    ):
+        assert _loads_triton(Source.parse("megatron_glue/moe/a.py", text))
+        assert not _loads_triton(Source.parse("megatron_glue/moe/a.py", f"def f():\n    {text}"))

@@ -8,6 +8,7 @@ from megatron_glue.backends.attention_metadata import METADATA_BUILDERS
 from megatron_glue.backends.attention_segments import segments_attention
 from megatron_glue.backends.grouped_mm import GroupedMMLoop, GroupedMMWithReads, grouped_mm_torch
 from megatron_glue.backends.norm import rms_norm_cpu, rms_norm_torch
+from megatron_glue.backends.permutation import TORCH_PERMUTATION
 from megatron_glue.backends.registry import resolve
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
@@ -24,6 +25,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(registry, "why_not_triton", lambda role, device: "nothing may run on it")
     with_capability(9)
     return with_capability
 
@@ -39,6 +41,7 @@ def test_auto_on_a_cpu(monkeypatch, is_intel):
     assert (backends.matmul is TORCH_MATMUL) is is_intel
     assert ("matmul torch (not onednn: MKL is as fast on Intel's processors)" in backends.describe()) is is_intel
     assert (backends.grouping, backends.optimizer) == ("numpy", "fused")
+    assert (backends.permutation, backends.router) == (TORCH_PERMUTATION, None)
 
 
 def test_the_choice_is_one_line_with_reasons():
@@ -150,6 +153,8 @@ def test_every_choice_of_the_configuration_has_an_entry_and_every_layout_a_build
         "norm_backend": registry._NORM,
         "grouped_mm_backend": registry._GROUPED_MM,
         "grouping_backend": registry._GROUPING,
+        "permutation_backend": registry._PERMUTATION,
+        "router_backend": registry._ROUTER,
         "optimizer_backend": registry._OPTIMIZER,
     }
     for field, entries in tables.items():
