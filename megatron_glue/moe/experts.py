@@ -69,7 +69,7 @@ class GroupedExperts(nn.Module):
             [R, D] in the same order. An expert without rows gets zero gradients. Nothing is read on the host here;
             whether ``grouped_mm`` does depends on the device (``backends/grouped_mm.py``).
         """
-        return self._compute(x_RD, counts_e, *self._weights(x_RD.dtype))
+        return self.compute(x_RD, counts_e, *self._weights(x_RD.dtype))
 
     def split(self, sizes: Sequence[int], dtype: torch.dtype) -> list[ComputeExperts]:
         """Cut the experts into groups that are computed one after the other.
@@ -85,7 +85,7 @@ class GroupedExperts(nn.Module):
         if len(sizes) == 1:
             return [self.forward]
         weights = zip(*(weight.split(list(sizes)) for weight in self._weights(dtype)), strict=True)
-        return [partial(self._compute, gate_up_eGD=gate_up, down_eDF=down) for gate_up, down in weights]
+        return [partial(self.compute, gate_up_eGD=gate_up, down_eDF=down) for gate_up, down in weights]
 
     def split_by_slice(self, sizes: Sequence[int], dtype: torch.dtype, host_reader: HostReader) -> list[ComputeExperts]:
         """Cut the experts into groups that :meth:`forward_by_slice` computes.
@@ -100,7 +100,7 @@ class GroupedExperts(nn.Module):
         """
         weights = iter(self._weights_of_each_expert(dtype))
         of_groups = [list(islice(weights, size)) for size in sizes]
-        return [partial(self._compute_slices, weights=of_group, host_reader=host_reader) for of_group in of_groups]
+        return [partial(self.compute_slices, weights=of_group, host_reader=host_reader) for of_group in of_groups]
 
     def forward_by_mask(
         self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, host_reader: HostReader
@@ -138,14 +138,16 @@ class GroupedExperts(nn.Module):
         (compute,) = self.split_by_slice([self.num_local_experts], x_RD.dtype, host_reader)
         return compute(x_RD, counts_e)
 
-    def _compute(self, x_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> Tensor:
+    def compute(self, x_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> Tensor:
+        """Compute some experts at once, of which the weights are given; see :meth:`forward`."""
         offsets_e = counts_e.cumsum(0)
         gate_up_RG = self._grouped_mm(x_RD, gate_up_eGD.transpose(1, 2), offsets_e)
         return self._grouped_mm(self._activate(gate_up_RG), down_eDF.transpose(1, 2), offsets_e)
 
-    def _compute_slices(
+    def compute_slices(
         self, x_RD: Tensor, counts_e: Tensor, weights: list[tuple[Tensor, Tensor]], host_reader: HostReader
     ) -> Tensor:
+        """Compute some experts one by one; see :meth:`forward_by_slice`."""
         counts = host_reader.read(counts_e)
         num_left = x_RD.shape[0] - sum(counts)
         *slices, _ = x_RD.split([*counts, num_left])

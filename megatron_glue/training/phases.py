@@ -23,7 +23,7 @@ from megatron_glue.models.gpt import GPT
 from megatron_glue.moe.experts import GroupedExperts
 from megatron_glue.moe.layer import MoELayer
 from megatron_glue.moe.router import Router
-from megatron_glue.ops.ranges import put_range
+from megatron_glue.ops.ranges import named_range, put_range
 from megatron_glue.parallel.data_parallel import DataParallelEngine
 
 PHASES = (
@@ -34,14 +34,15 @@ PHASES = (
     "moe",
     "router",
     "dispatch",
+    "exchange",
     "experts",
-    "combine",
     "backward",
     "reduce",
     "clip",
     "optimizer",
 )
-"""All names, in the order of a step. ``ffn`` is a dense feed-forward or a shared expert, ``moe`` a whole MoE layer."""
+"""All names, in the order of a step. ``ffn`` is a dense feed-forward or a shared expert, ``moe`` a whole MoE layer,
+``dispatch`` grouping, permutation and the launch of rows, ``exchange`` all from there to the combined results."""
 
 _OF_MODULES: dict[type[nn.Module], dict[str, str]] = {
     GPT: {"forward": "forward"},
@@ -49,9 +50,9 @@ _OF_MODULES: dict[type[nn.Module], dict[str, str]] = {
     FeedForward: {"forward": "ffn"},
     MoELayer: {"forward": "moe"},
     Router: {"forward": "router"},
-    GroupedExperts: {"forward": "experts", "forward_by_mask": "experts", "forward_by_slice": "experts"},
+    GroupedExperts: {"compute": "experts", "compute_slices": "experts", "forward_by_mask": "experts"},
 }
-_OF_DISPATCHERS = {"start_dispatch": "dispatch", "finish_dispatch": "dispatch", "combine": "combine"}
+_OF_DISPATCHES = {"send": "dispatch", "run": "exchange"}
 
 
 def name_phases(
@@ -70,6 +71,7 @@ def name_phases(
         optimizer: Its ``step`` is the update.
         device: On a GPU the ranges are NVTX ranges too.
     """
+    use_nvtx = device.type == "cuda"
     places = [
         (loader, "next_step", "data wait"),
         *_places_in_model(built),
@@ -79,19 +81,35 @@ def name_phases(
         (optimizer, "step", "optimizer"),
     ]
     for owner, method, name in places:
-        put_range(owner, method, name, use_nvtx=device.type == "cuda")
+        put_range(owner, method, name, use_nvtx=use_nvtx)
+    for dispatcher in _dispatchers(built):
+        _name_dispatches(dispatcher, use_nvtx)
 
 
 def _places_in_model(built: BuiltModel) -> Iterator[tuple[Any, str, str]]:
-    """Yield each object, its method, and the phase that this is."""
-    dispatchers: dict[int, Any] = {}
+    """Yield each module, its method, and the phase that this is."""
     for part in built.parts:
         for module in part.modules():
             for kind, names in _OF_MODULES.items():
                 if isinstance(module, kind):
                     yield from ((module, method, name) for method, name in names.items())
-            if isinstance(module, MoELayer):
-                # Layers may share one.
-                dispatchers[id(module.dispatcher)] = module.dispatcher
-    for dispatcher in dispatchers.values():
-        yield from ((dispatcher, method, name) for method, name in _OF_DISPATCHERS.items())
+
+
+def _dispatchers(built: BuiltModel) -> list[Any]:
+    """Each dispatcher once: layers may share one."""
+    layers = (module for part in built.parts for module in part.modules() if isinstance(module, MoELayer))
+    return list({id(layer.dispatcher): layer.dispatcher for layer in layers}.values())
+
+
+def _name_dispatches(dispatcher: Any, use_nvtx: bool) -> None:
+    """A dispatch is an object of its own, made anew for each call of a layer."""
+    begin = dispatcher.begin
+
+    def begin_named(*args: Any, **kwargs: Any) -> Any:
+        with named_range("dispatch", use_nvtx=use_nvtx):
+            dispatch = begin(*args, **kwargs)
+        for method, name in _OF_DISPATCHES.items():
+            put_range(dispatch, method, name, use_nvtx=use_nvtx)
+        return dispatch
+
+    dispatcher.begin = begin_named

@@ -41,7 +41,7 @@ from megatron_glue.backends.attention_segments import segments_attention
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import OptimizerConfig
 from megatron_glue.layers.packed_metadata import PackedMetadataCache
-from megatron_glue.ops.cross_entropy import linear_cross_entropy
+from megatron_glue.ops.cross_entropy import LossChunks, linear_cross_entropy
 from megatron_glue.ops.grouping import group_tokens
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.ops.permute import permute_rows, unpermute_rows
@@ -198,7 +198,7 @@ def cross_entropy_case(sizes: argparse.Namespace, device: torch.device) -> Case:
     labels_T = torch.randint(sizes.vocab, (sizes.tokens,), device=device)
 
     def chunked(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
-        return linear_cross_entropy(x_TD, weight_VD, labels_T, vocab_size=sizes.vocab, chunk_tokens=sizes.chunk_tokens)
+        return linear_cross_entropy(x_TD, weight_VD, labels_T, LossChunks(sizes.vocab, sizes.chunk_tokens))
 
     def whole(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
         return F.cross_entropy(x_TD @ weight_VD.t(), labels_T, reduction="sum")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_glue.backends.deepep import DeepEPBuffers
 from megatron_glue.backends.grouped_mm import grouped_mm_torch
-from megatron_glue.moe import dispatcher_alltoall
+from megatron_glue.backends.permutation import TORCH_PERMUTATION
+from megatron_glue.moe.dispatcher_alltoall import AllToAllDispatcher
 from megatron_glue.moe.dispatcher_deepep import deepep_dispatcher
 from megatron_glue.moe.dispatcher_registry import DISPATCHERS, DispatcherEntry
 from megatron_glue.moe.layer import MoELayer
@@ -124,7 +125,7 @@ def watch(rank: int, world_size: int, case: MoECase) -> list[list[str]]:
 
 def record(layer: MoELayer, events: list[str]) -> None:
     """Let the parts of a layer tell what they do. One rank's process lives for one watch."""
-    products, read, permute = layer.experts._grouped_mm, layer.config.host_reader.read, dispatcher_alltoall.permute_rows
+    products, read = layer.experts._grouped_mm, layer.config.host_reader.read
 
     def recorded_products(x: Tensor, weight: Tensor, offsets: Tensor, *, zero_tail: bool = False) -> Tensor:
         events.append("experts")
@@ -138,11 +139,14 @@ def record(layer: MoELayer, events: list[str]) -> None:
 
     def recorded_permute(*args: Any, **kwargs: Any) -> Tensor:
         events.append("permute")
-        return permute(*args, **kwargs)
+        return TORCH_PERMUTATION.permute_rows(*args, **kwargs)
 
     layer.experts._grouped_mm = recorded_products
     layer.config.host_reader.read = recorded_read
-    dispatcher_alltoall.permute_rows = recorded_permute
+    permutation: Any = replace(TORCH_PERMUTATION, permute_rows=recorded_permute)
+    dispatcher: Any = layer.dispatcher
+    attribute = "permutation" if isinstance(dispatcher, AllToAllDispatcher) else "_permutation"
+    setattr(dispatcher, attribute, permutation)
 
 
 EXCHANGE, DONE = "all_to_all", "all_to_all done"
@@ -188,7 +192,7 @@ def test_the_next_chunks_rows_travel_while_one_is_computed() -> None:
 def test_f80_the_all_gather_reads_nothing_and_exchanges_choices_once() -> None:
     case = CASE.with_(dispatcher="allgather", overlap_shared_expert=True)
     gathers, waits = ["gather", "gather"], ["gather done", "gather done"]
-    rest = ["experts", "experts", "reduce_scatter", "reduce_scatter done"]
+    rest = ["permute", "experts", "experts", "reduce_scatter", "reduce_scatter done"]
     for forward, backward, recompute, recomputed_backward in run_distributed(watch, 2, case):
         assert forward == ["gather", *gathers, "shared", "gather done", *waits, *rest]
         assert recompute == [*gathers, "shared", *waits, *rest]

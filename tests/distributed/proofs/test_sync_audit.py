@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from megatron_glue.backends import registry
+from megatron_glue.backends.permutation import TORCH_PERMUTATION
 from megatron_glue.config.sections import RunConfig
-from megatron_glue.moe import dispatcher
 from megatron_glue.moe.router import Router, Routing
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.proofs.sync_audit import audit_on_rank
@@ -64,18 +66,18 @@ def test_a_read_more_is_above_the_budget(config: RunConfig, tmp_path: Path) -> N
 
 def order_of_calls(rank: int, world_size: int, config: RunConfig, folder: str) -> list[str]:
     calls: list[str] = []
-    permute, read = dispatcher.permute_rows, HostReader.read
+    read = HostReader.read
 
     def noted_permute(*args: Any, **kwargs: Any) -> Tensor:
         calls.append("permute")
-        return permute(*args, **kwargs)
+        return TORCH_PERMUTATION.permute_rows(*args, **kwargs)
 
     def noted_read(reader: HostReader, tensor: Tensor) -> Any:
         calls.append("read")
         return read(reader, tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatcher, "permute_rows", noted_permute)
+        patch.setattr(registry, "TORCH_PERMUTATION", replace(TORCH_PERMUTATION, permute_rows=noted_permute))
         patch.setattr(HostReader, "read", noted_read)
         audit_on_rank(rank, world_size, config, folder)
     return calls

@@ -36,7 +36,7 @@ def test_every_phase_is_named_and_no_number_changes(tmp_path: Path, has_one_pass
     assert torch.equal(result.loss, expected.loss)
     assert torch.equal(result.grad_norm, expected.grad_norm)
     found = [event.name for event in profiler.events() if event.is_user_annotation]
-    absent = set() if has_one_pass else {"dispatch", "combine"}
+    absent = set() if has_one_pass else {"dispatch", "exchange"}
     assert set(PHASES) - set(found) == absent, "one mask per expert dispatches nothing"
     assert {name: found.count(name) for name in ("data wait", "forward", "moe", "ffn", "backward", "optimizer")} == {
         "data wait": 1,
