@@ -56,6 +56,10 @@ class DeviceApi(Protocol):
         """Tell the allocator that a stream uses the memory of ``buffer``."""
         ...
 
+    def synchronize(self) -> None:
+        """Block the host until all streams of the device are empty."""
+        ...
+
     def describe(self) -> str:
         """Name the device."""
         ...
@@ -119,6 +123,10 @@ class CudaDevice:
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         """Nothing happens if the stream is the one that the memory was allocated on."""
         buffer.record_stream(stream)
+
+    def synchronize(self) -> None:
+        """Wait for every stream, also those of other libraries."""
+        torch.cuda.synchronize(self._device)
 
     def describe(self) -> str:
         """Name the device."""

@@ -108,6 +108,11 @@ class DiskTier(Tier):
         while self._pending:
             self._pending.popleft().settle()
 
+    def synchronize(self) -> None:
+        """Block until both threads are idle; compute has ended when it was called."""
+        self._writer.drain()
+        self._reader.drain()
+
     def begin_step(self) -> None:
         """The file keeps its size."""
 

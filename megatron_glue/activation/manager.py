@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_glue.activation.conservative_tier import ConservativeTier
 from megatron_glue.activation.device_api import CudaDevice, has_integrated_memory
 from megatron_glue.activation.disk_tier import DiskTier
 from megatron_glue.activation.offloader import InputOffloader
@@ -47,7 +48,10 @@ class ActivationManager:
                 has_integrated_memory(self._device) if plan.integrated_memory is None else plan.integrated_memory
             )
             num_buffers = 2 if plan.double_buffer and not self._is_integrated else 1
-            self._offloader = InputOffloader(plan, tier or _choose_tier(plan, self._device), num_buffers)
+            tier = tier or _choose_tier(plan, self._device)
+            self._offloader = InputOffloader(
+                plan, ConservativeTier(tier) if plan.conservative_sync else tier, num_buffers
+            )
 
     def run_block(self, block: nn.Module, x_TD: Tensor, context: ForwardContext) -> Tensor:
         """Run one block.

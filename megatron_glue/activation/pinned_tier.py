@@ -109,6 +109,10 @@ class PinnedTier(Tier):
         while self._pending:
             self._let_go(self._pending.popleft())
 
+    def synchronize(self) -> None:
+        """Wait for the whole device."""
+        self._device.synchronize()
+
     def begin_step(self) -> None:
         """Merge the blocks of the first step into one."""
         self._pool.merge()

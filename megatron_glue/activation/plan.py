@@ -24,6 +24,7 @@ class ActivationPlan:
             about 2 microseconds per block on a CPU, so it is on.
         integrated_memory: Whether the device shares its memory with the host, where there is no copy to hide and two
             buffers only cost room. None asks the device; True and False overrule it.
+        conservative_sync: Wait for compute and copies at every hand-over, for bisecting a suspected race.
         record_timeline: Keep the begin and end of every copy and wait since the last ``reset_stats``.
     """
 
@@ -35,6 +36,7 @@ class ActivationPlan:
     poison: bool = False
     preserve_rng: bool = True
     integrated_memory: bool | None = None
+    conservative_sync: bool = False
     record_timeline: bool = False
 
     def __post_init__(self) -> None:

@@ -107,6 +107,10 @@ class Tier(ABC):
         """Let go of the inputs of all copies issued so far, without raising: what failed is forgotten."""
 
     @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until compute and all copies issued so far have ended, without raising."""
+
+    @abstractmethod
     def begin_step(self) -> None:
         """Nothing is stored now: put the room for inputs in order. May wait on the host for copies."""
 

@@ -103,10 +103,19 @@ class Worker:
         self._jobs.put(run)
         return started, done
 
+    def drain(self) -> None:
+        """Block until what is queued has run, without raising what it raised."""
+        _, done = self.submit(_nothing)
+        done.wait()
+
     def close(self) -> None:
         """Run what is queued, then end the thread. Idempotent."""
         self._jobs.put(None)
         self._thread.join()
+
+
+def _nothing() -> None:
+    """A job whose end tells that the jobs before it have ended."""
 
 
 def _run_jobs(jobs: SimpleQueue[Callable[[], None] | None]) -> None:

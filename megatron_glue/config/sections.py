@@ -294,6 +294,10 @@ class ActivationConfig(Section):
         "auto", "Whether the device shares the host's memory, where two buffers do not pay; auto: ask the device."
     )
     activation_debug_poison: bool = option(False, "Fill freed reload slots with NaN; off: false.")
+    conservative_sync: bool = option(
+        False,
+        "Wait for compute and copies at every hand-over of an offloaded input, to bisect a suspected race; off: false.",
+    )
 
 
 class BackendConfig(Section):

@@ -279,6 +279,8 @@ def _warnings(config: RunConfig, world_size: int, device_type: str) -> Iterator[
             yield "--activation-offload-dir: no effect without --double-buffer-ckpt or --activation-offload"
         if config.activation.activation_debug_poison:
             yield "--activation-debug-poison: no effect without --double-buffer-ckpt or --activation-offload"
+        if config.activation.conservative_sync:
+            yield "--conservative-sync: no effect without --double-buffer-ckpt or --activation-offload"
     yield from layout_warnings(config, world_size)
     if training.precision == "bf16" and device_type == "cpu":
         yield (

@@ -234,6 +234,7 @@ def build_activation_manager(config: RunConfig, place: BuildPlace, *, num_parts:
         offload_dir=place.offload_dir if config.offload else None,
         buffer_size_bytes=config.accelerator.buffer_size_mb * 2**20 // num_parts,
         poison=config.activation.activation_debug_poison,
+        conservative_sync=config.activation.conservative_sync,
         integrated_memory={"auto": None, "yes": True, "no": False}[config.activation.activation_integrated_memory],
     )
     try:

@@ -23,8 +23,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "disk-double": {**OFFLOAD, "double_buffer": True},
     "disk-double-room-for-one": {**OFFLOAD, "double_buffer": True, "buffer_size_bytes": 4096},
     "disk-double-no-room": {**OFFLOAD, "double_buffer": True, "buffer_size_bytes": 1},
+    "disk-double-conservative": {**OFFLOAD, "double_buffer": True, "conservative_sync": True},
     "pinned-single": OFFLOAD,
     "pinned-double": {**OFFLOAD, "double_buffer": True},
+    "pinned-double-conservative": {**OFFLOAD, "double_buffer": True, "conservative_sync": True},
 }
 OFFLOADING = [name for name in VARIANTS if "-" in name]
 

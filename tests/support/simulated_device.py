@@ -139,6 +139,9 @@ class SimulatedDevice:
         """Pieces of device memory that the host holds."""
         return len(self._aliases)
 
+    def synchronize(self) -> None:
+        self.run_by_priority(())
+
     def describe(self) -> str:
         return "a simulated device"
 

@@ -178,6 +178,7 @@ def test_offload_folder_without_write_permission(tmp_path: Path, monkeypatch: py
         ),
         ({"activation": {"activation_offload_dir": "x"}}, "--activation-offload-dir"),
         ({"activation": {"activation_debug_poison": True}}, "--activation-debug-poison"),
+        ({"activation": {"conservative_sync": True}}, "--conservative-sync"),
         ({"training": {"precision": "bf16", "device": "cpu"}}, "--precision=bf16"),
         ({"parallel": {"data_parallel_engine": "deepspeed"}}, "--deepspeed: no effect on one process"),
         (
