@@ -2,6 +2,6 @@
 
 from megatron_glue.activation.manager import ActivationManager
 from megatron_glue.activation.plan import ActivationPlan
-from megatron_glue.activation.statistics import ActivationStats, TimelineEvent
+from megatron_glue.activation.statistics import ActivationStats, ReloadTimes, TimelineEvent
 
-__all__ = ["ActivationManager", "ActivationPlan", "ActivationStats", "TimelineEvent"]
+__all__ = ["ActivationManager", "ActivationPlan", "ActivationStats", "ReloadTimes", "TimelineEvent"]

@@ -20,7 +20,7 @@ from megatron_glue.activation.offloader import InputOffloader
 from megatron_glue.activation.pinned_tier import PinnedTier
 from megatron_glue.activation.plan import ActivationPlan
 from megatron_glue.activation.recompute import InputInMemory, run_recomputed
-from megatron_glue.activation.statistics import ActivationStats, TimelineEvent
+from megatron_glue.activation.statistics import ActivationStats, ReloadTimes, TimelineEvent
 from megatron_glue.activation.tiers import Tier
 from megatron_glue.types import ForwardContext
 
@@ -96,6 +96,14 @@ class ActivationManager:
     def stats(self) -> ActivationStats:
         """Figures since the last ``reset_stats``. The host waits for the device: call it on logging steps."""
         return ActivationStats() if self._offloader is None else self._offloader.stats()
+
+    def step_times(self, last_steps: int | None = None) -> list[ReloadTimes]:
+        """Times of each step since the last ``reset_stats``, empty without offload. The host waits for the device.
+
+        Args:
+            last_steps: Only the newest N steps; ``None``: all.
+        """
+        return [] if self._offloader is None else self._offloader.statistics.step_times(last_steps)
 
     def timeline(self) -> list[TimelineEvent]:
         """Copies, waits and blocks since the last ``reset_stats``, if the plan asks for them."""

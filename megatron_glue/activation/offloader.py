@@ -102,6 +102,7 @@ class InputOffloader:
         """Drop what an earlier step left, and let the tier put its room in order."""
         self.reset()
         self._tier.begin_step()
+        self._statistics.begin_step()
 
     def reset(self) -> None:
         """Drop everything that is stored, on its way or in use; void all claims; forget earlier errors."""

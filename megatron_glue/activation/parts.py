@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from megatron_glue.activation.manager import ActivationManager
-from megatron_glue.activation.statistics import ActivationStats
+from megatron_glue.activation.statistics import ActivationStats, ReloadTimes, sum_times
 
 
 class PartManagers:
@@ -39,6 +39,14 @@ class PartManagers:
         return ActivationStats(
             **{field.name: sum(getattr(stats, field.name) for stats in each) for field in fields(ActivationStats)}
         )
+
+    def step_times(self, last_steps: int | None = None) -> list[ReloadTimes]:
+        """Sums over the parts for each step, empty without offload. The host waits for the device.
+
+        Args:
+            last_steps: Only the newest N steps; ``None``: all.
+        """
+        return [sum_times(parts) for parts in zip(*(m.step_times(last_steps) for m in self.managers), strict=True)]
 
     def close(self) -> None:
         """Free memory, files and threads. Idempotent."""

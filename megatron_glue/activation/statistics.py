@@ -2,13 +2,21 @@
 
 Times are kept as fences and turned into milliseconds only when someone asks, so that measuring does not make the host
 wait. On a CUDA device the fences are timed events: the figures are those of the device.
+
+    overlap efficiency = hidden copy time / min(copy time, compute time)
+
+all three summed over the reloads of a step or a run. Copy time is what the copies back took. Hidden is the part of each
+copy during which compute did not stand still for its input: a wait ends with its copy, so that is the copy's time less
+the wait's, and nothing where the wait began before the copy. Compute time is that of the blocks that used the inputs.
+An efficiency says nothing about how much there was to hide: read it beside the wall-clock time.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
 
 from megatron_glue.activation.tiers import Fence, Transfer
 
@@ -17,16 +25,42 @@ MAX_OPEN_RECORDS = 4096
 
 
 @dataclass(frozen=True)
-class ActivationStats:
+class ReloadTimes:
+    """Sums over some reloads, e.g. those of one step.
+
+    Attributes:
+        copy_ms: Time that copies back took.
+        hidden_copy_ms: The part of it during which compute did not wait for that copy.
+        reload_wait_ms: Time that compute stood still for them.
+        compute_ms: Time from getting an input to giving its buffer back: recompute and backward of its block.
+    """
+
+    copy_ms: float = 0.0
+    hidden_copy_ms: float = 0.0
+    reload_wait_ms: float = 0.0
+    compute_ms: float = 0.0
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """Hidden copy time / min(copy, compute): 1.0 when all that could be hidden was, 0.0 without reloads.
+
+        Copies may also hide behind compute between blocks (the loss), so the quotient is cut off at 1.
+        """
+        possible_ms = min(self.copy_ms, self.compute_ms)
+        return min(1.0, self.hidden_copy_ms / possible_ms) if possible_ms > 0.0 else 0.0
+
+
+NO_TIMES = astuple(ReloadTimes())
+
+
+@dataclass(frozen=True)
+class ActivationStats(ReloadTimes):
     """Counts and times since the last ``reset_stats``.
 
     Attributes:
         num_offloads: Inputs that left the device.
         num_reloads: Inputs that backward asked for and got.
         offloaded_bytes: Bytes that left the device.
-        copy_ms: Time that copies back took.
-        reload_wait_ms: Time that compute stood still for them.
-        compute_ms: Time from getting an input to giving its buffer back: recompute and backward of its block.
         requested_bytes: Most bytes of inputs that were away at one time, since the manager was built.
         held_bytes: Host memory or file bytes held for them now.
         buffer_bytes: Device bytes of the reload buffers now.
@@ -35,20 +69,9 @@ class ActivationStats:
     num_offloads: int = 0
     num_reloads: int = 0
     offloaded_bytes: int = 0
-    copy_ms: float = 0.0
-    reload_wait_ms: float = 0.0
-    compute_ms: float = 0.0
     requested_bytes: int = 0
     held_bytes: int = 0
     buffer_bytes: int = 0
-
-    @property
-    def overlap_efficiency(self) -> float:
-        """Hidden copy time / min(copy, compute): 1.0 when all that could be hidden was, 0.0 without reloads."""
-        possible_ms = min(self.copy_ms, self.compute_ms)
-        if possible_ms <= 0.0:
-            return 0.0
-        return min(1.0, max(0.0, self.copy_ms - self.reload_wait_ms) / possible_ms)
 
 
 @dataclass(frozen=True)
@@ -106,10 +129,14 @@ class StatisticsRecorder:
     def reset(self) -> None:
         """Start anew."""
         self._num_offloads = self._num_reloads = self._offloaded_bytes = 0
-        self._copy_ms = self._wait_ms = self._compute_ms = 0.0
-        self._open: deque[ReloadRecord] = deque()
+        self._step_sums = array("d", NO_TIMES)
+        self._open: deque[tuple[int, ReloadRecord]] = deque()
         self._bars: list[tuple[str, str, Fence, Fence]] = []
         self._begin = self._mark() if self._record_timeline else None
+
+    def begin_step(self) -> None:
+        """Later reloads belong to a new step. Those from before the first step count in the sums only."""
+        self._step_sums.extend(NO_TIMES)
 
     def add_offload(self, num_bytes: int, transfer: Transfer) -> None:
         """Count one input that leaves."""
@@ -121,9 +148,9 @@ class StatisticsRecorder:
     def add_reload(self, record: ReloadRecord) -> None:
         """Count one input that came back and was used."""
         self._num_reloads += 1
-        self._open.append(record)
+        self._open.append((self._num_steps, record))
         if len(self._open) > MAX_OPEN_RECORDS:
-            self._fold(self._open.popleft())
+            self._fold(*self._open.popleft())
         if self._record_timeline:
             self._bars.append(("reload", "reload", record.transfer.started, record.transfer.done))
             self._bars.append(("wait", "compute", record.asked, record.received))
@@ -131,19 +158,26 @@ class StatisticsRecorder:
 
     def summary(self, *, requested_bytes: int, held_bytes: int, buffer_bytes: int) -> ActivationStats:
         """Return all figures. The host waits for the last reload that was recorded."""
-        while self._open:
-            self._fold(self._open.popleft())
+        self._fold_all()
         return ActivationStats(
+            **asdict(sum_times([self._times_of(step) for step in range(self._num_steps + 1)])),
             num_offloads=self._num_offloads,
             num_reloads=self._num_reloads,
             offloaded_bytes=self._offloaded_bytes,
-            copy_ms=self._copy_ms,
-            reload_wait_ms=self._wait_ms,
-            compute_ms=self._compute_ms,
             requested_bytes=requested_bytes,
             held_bytes=held_bytes,
             buffer_bytes=buffer_bytes,
         )
+
+    def step_times(self, last_steps: int | None = None) -> list[ReloadTimes]:
+        """Return the times of each step since the last reset. The host waits for the last reload that was recorded.
+
+        Args:
+            last_steps: Only the newest N steps; ``None``: all.
+        """
+        self._fold_all()
+        num_steps = self._num_steps if last_steps is None else min(last_steps, self._num_steps)
+        return [self._times_of(step) for step in range(self._num_steps - num_steps + 1, self._num_steps + 1)]
 
     def timeline(self) -> list[TimelineEvent]:
         """Return the bars since the last reset, in order of recording; empty unless asked for at the start."""
@@ -152,7 +186,30 @@ class StatisticsRecorder:
             for name, lane, start, end in self._bars
         ]
 
-    def _fold(self, record: ReloadRecord) -> None:
-        self._copy_ms += self._elapsed_ms(record.transfer.started, record.transfer.done)
-        self._wait_ms += self._elapsed_ms(record.asked, record.received)
-        self._compute_ms += self._elapsed_ms(record.received, record.returned)
+    def _fold_all(self) -> None:
+        while self._open:
+            self._fold(*self._open.popleft())
+
+    def _fold(self, step: int, record: ReloadRecord) -> None:
+        copy_ms = self._elapsed_ms(record.transfer.started, record.transfer.done)
+        wait_ms = self._elapsed_ms(record.asked, record.received)
+        compute_ms = self._elapsed_ms(record.received, record.returned)
+        times = (copy_ms, max(0.0, copy_ms - wait_ms), wait_ms, compute_ms)
+        for column, value in enumerate(times, start=step * len(times)):
+            self._step_sums[column] += value
+
+    def _times_of(self, step: int) -> ReloadTimes:
+        width = len(NO_TIMES)
+        return ReloadTimes(*self._step_sums[step * width : (step + 1) * width])
+
+    @property
+    def _num_steps(self) -> int:
+        """Steps that began since the last reset; reloads from before the first are those of step 0."""
+        return len(self._step_sums) // len(NO_TIMES) - 1
+
+
+def sum_times(several: Sequence[ReloadTimes]) -> ReloadTimes:
+    """Add up times, field by field."""
+    return ReloadTimes(
+        **{field.name: sum(getattr(times, field.name) for times in several) for field in fields(ReloadTimes)}
+    )

@@ -81,6 +81,7 @@ def collect_summary(session: Session, heldout_loss: float, saver: RunSaver) -> d
         "reload_copy_ms": stats.copy_ms,
         "reload_wait_ms": stats.reload_wait_ms,
         "overlap_efficiency": stats.overlap_efficiency if stats.num_reloads else None,
+        "reload_steps": reload_steps(session),
         "expert_load": expert_load(metrics.expert_counts),
         "expert_counts": metrics.expert_counts,
         "aux_loss": metrics.aux_losses[0] if metrics.expert_counts else None,
@@ -94,3 +95,26 @@ def collect_summary(session: Session, heldout_loss: float, saver: RunSaver) -> d
         "save_stall_s": saver.stall_seconds,
         "save_staging_bytes": saver.staged_bytes,
     }
+
+
+def reload_steps(session: Session) -> list[dict[str, float]]:
+    """Copies of offloaded inputs and what was hidden of them, for each of this process' steps beside its wall time.
+
+    Args:
+        session: A trained session. The host waits for the device.
+
+    Returns:
+        Per step ``copy_ms``, ``reload_wait_ms``, ``overlap_efficiency`` and ``step_ms``; empty without offload.
+    """
+    times = session.built.activation.step_times()
+    if not times:
+        return []
+    return [
+        {
+            "copy_ms": step.copy_ms,
+            "reload_wait_ms": step.reload_wait_ms,
+            "overlap_efficiency": step.overlap_efficiency,
+            "step_ms": 1e3 * seconds,
+        }
+        for step, seconds in zip(times, session.metrics.step_times_s, strict=True)
+    ]

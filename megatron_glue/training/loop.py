@@ -145,5 +145,14 @@ def _log(run: Run, lr: float) -> None:
             "lr": lr,
             "grad_norm": metrics.grad_norms[-1],
             "tokens_per_second": metrics.tokens_per_second(last_steps=session.config.logging.log_interval),
+            **_reload_figures(session),
         },
     )
+
+
+def _reload_figures(session: Session) -> dict[str, float]:
+    """Those of the newest step on this rank; none where nothing was brought back."""
+    times = session.built.activation.step_times(last_steps=1)
+    if not times or not times[0].copy_ms:
+        return {}
+    return {"reload_wait_ms": times[0].reload_wait_ms, "overlap_efficiency": times[0].overlap_efficiency}

@@ -25,7 +25,8 @@ def progress_line(values: dict[str, float], iteration: int, total: int, eta_seco
     """The one line of a logging step.
 
     Args:
-        values: ``loss``, ``lr``, ``grad_norm`` and ``tokens_per_second``.
+        values: ``loss``, ``lr``, ``grad_norm`` and ``tokens_per_second``; ``reload_wait_ms`` and
+            ``overlap_efficiency`` where activations are offloaded.
         iteration: Iterations done, counted from 1.
         total: Iterations of the run.
         eta_seconds: Expected time left.
@@ -33,10 +34,13 @@ def progress_line(values: dict[str, float], iteration: int, total: int, eta_seco
     Returns:
         A line without a line break.
     """
+    reloads = ""
+    if "reload_wait_ms" in values:
+        reloads = f"reload wait {values['reload_wait_ms']:.1f} ms, overlap {values['overlap_efficiency']:.0%} | "
     return (
         f"iteration {iteration:>{len(str(total))}}/{total} | loss {values['loss']:.4f} | lr {values['lr']:.3e} | "
         f"grad norm {values['grad_norm']:.3f} | {values['tokens_per_second']:,.0f} tokens/s | "
-        f"ETA {format_duration(eta_seconds)}"
+        f"{reloads}ETA {format_duration(eta_seconds)}"
     )
 
 

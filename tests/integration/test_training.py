@@ -22,7 +22,7 @@ ALL_ON = ["--use-packed-cache", "--double-buffer-ckpt"]
 REQUIRED_KEYS = {
     *("losses", "heldout_loss", "unigram_entropy", "tokens_per_second", "packing_efficiency", "micro_batches"),
     *("metadata_builds", "metadata_reuses", "host_reads", "offloaded_bytes", "reload_wait_ms", "overlap_efficiency"),
-    *("dropped_tokens", "peak_memory_bytes"),
+    *("dropped_tokens", "peak_memory_bytes", "reload_steps"),
 }
 
 
@@ -59,6 +59,12 @@ def test_summary_of_a_run_with_everything_on(uninterrupted: dict[str, object]) -
     assert uninterrupted["host_reads"] == 0
     assert uninterrupted["offloaded_bytes"] == 48 * 3 * 64 * 32 * 4
     assert uninterrupted["dropped_tokens"] == 0
+    steps = uninterrupted["reload_steps"]
+    assert isinstance(steps, list)
+    assert [step.keys() >= {"copy_ms", "reload_wait_ms", "overlap_efficiency", "step_ms"} for step in steps] == [
+        True
+    ] * 12
+    assert sum(step["copy_ms"] for step in steps) == pytest.approx(uninterrupted["reload_copy_ms"])
     losses = uninterrupted["losses"]
     assert isinstance(losses, list)
     assert len(losses) == 12

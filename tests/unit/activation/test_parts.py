@@ -33,6 +33,8 @@ def test_a_step_of_all_parts_begins_ends_and_counts_together(tmp_path: Path) -> 
     stats = parts.stats()
     assert stats.num_offloads == stats.num_reloads == 2
     assert stats.offloaded_bytes == 2 * 4 * 8 * 4
+    (step,) = parts.step_times()
+    assert step.copy_ms == stats.copy_ms == sum(manager.stats().copy_ms for manager in parts.managers)
     parts.managers[1].run_block(block, x_TD.detach().requires_grad_(), CONTEXT)
     parts.reset()
     assert [manager.num_tracked_inputs for manager in parts.managers] == [0, 0]

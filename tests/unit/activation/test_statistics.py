@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron_glue.activation import statistics
-from megatron_glue.activation.statistics import ActivationStats, ReloadRecord, StatisticsRecorder
+from megatron_glue.activation.statistics import (
+    ActivationStats,
+    ReloadRecord,
+    ReloadTimes,
+    StatisticsRecorder,
+    sum_times,
+)
 from megatron_glue.activation.tiers import Transfer
 
 
@@ -18,12 +24,25 @@ def summary(recorder):
 
 
 @pytest.mark.parametrize(
-    ("copy_ms", "wait_ms", "compute_ms", "efficiency"),
-    [(10, 0, 20, 1.0), (10, 10, 20, 0.0), (10, 5, 20, 0.5), (30, 20, 10, 1.0), (30, 25, 10, 0.5), (10, 12, 20, 0.0)],
+    ("copies", "efficiency"),
+    [
+        ([(10, 0, 20)], 1.0),
+        ([(10, 10, 20)], 0.0),
+        ([(10, 5, 20)], 0.5),
+        ([(30, 20, 10)], 1.0),
+        ([(30, 25, 10)], 0.5),
+        ([(10, 12, 20)], 0.0),
+        ([(10, 40, 20), (10, 0, 20)], 0.5),
+        ([(10, 0, 5)], 1.0),
+    ],
 )
-def test_efficiency(copy_ms, wait_ms, compute_ms, efficiency):
-    stats = ActivationStats(copy_ms=copy_ms, reload_wait_ms=wait_ms, compute_ms=compute_ms)
-    assert stats.overlap_efficiency == pytest.approx(efficiency)
+def test_efficiency_is_hidden_copy_time_by_the_smaller_of_copy_and_compute(copies, efficiency):
+    """A wait that began before its copy (for the copy off the device) hides no less than that copy."""
+    record = recorder()
+    for copy_ms, wait_ms, compute_ms in copies:
+        received = 100.0 + copy_ms
+        record.add_reload(ReloadRecord(Transfer(100.0, received), received - wait_ms, received, received + compute_ms))
+    assert summary(record).overlap_efficiency == pytest.approx(efficiency)
 
 
 def test_efficiency_without_reloads_is_zero():
@@ -45,6 +64,22 @@ def test_sums_and_reset(monkeypatch):
     assert record.timeline() == []
     record.reset()
     assert summary(record).num_reloads == 0
+
+
+def test_each_step_has_times_of_its_own(monkeypatch):
+    monkeypatch.setattr(statistics, "MAX_OPEN_RECORDS", 1)
+    record = recorder()
+    for step in range(3):
+        record.begin_step()
+        for _ in range(step):
+            record.add_reload(ReloadRecord(Transfer(1.0, 5.0), 4.0, 6.0, 16.0))
+    once = ReloadTimes(copy_ms=4.0, hidden_copy_ms=2.0, reload_wait_ms=2.0, compute_ms=10.0)
+    assert record.step_times() == [ReloadTimes(), once, sum_times([once, once])]
+    assert record.step_times(last_steps=2) == [once, sum_times([once, once])]
+    assert record.step_times(last_steps=9) == record.step_times()
+    assert summary(record).copy_ms == 12.0
+    record.reset()
+    assert record.step_times() == []
 
 
 def test_timeline_bars_count_from_the_reset():

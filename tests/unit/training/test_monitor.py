@@ -17,6 +17,11 @@ def test_progress_line_names_everything_a_user_follows() -> None:
     assert line == ("iteration   7/100 | loss 3.2500 | lr 1.000e-03 | grad norm 0.500 | 12,346 tokens/s | ETA 1:02:05")
 
 
+def test_progress_line_with_offload_shows_what_was_hidden() -> None:
+    values = {**VALUES, "reload_wait_ms": 1.25, "overlap_efficiency": 0.935}
+    assert "| 12,346 tokens/s | reload wait 1.2 ms, overlap 94% | ETA" in progress_line(values, 7, 100, 1)
+
+
 def test_durations_never_go_negative() -> None:
     assert format_duration(-3) == "0:00:00"
     assert format_duration(59.6) == "0:01:00"
