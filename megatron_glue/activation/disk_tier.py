@@ -8,6 +8,7 @@ copies and compute really overlap. It does not choose what is loaded when: ``dou
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -35,12 +36,15 @@ class DiskTier(Tier):
 
     Args:
         folder: Where the file is created. One in memory (tmpfs) frees nothing; the log then says so.
+        max_inflight: 2 for a thread each way, 1 for one thread that reads and writes in turn.
+        max_bytes_per_s: A copy lasts at least as long as this rate asks; its thread sleeps for the rest. 0: no bound.
 
     Raises:
         OSError: The folder cannot be written to.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, max_inflight: int = 2, max_bytes_per_s: float = 0.0) -> None:
+        self._max_bytes_per_s = max_bytes_per_s
         self._file = OffloadFile(folder)
         if lies_in_memory(folder):
             logger.warning(
@@ -54,7 +58,7 @@ class DiskTier(Tier):
         self._away_bytes = 0
         self._requested_bytes = 0
         self._writer = Worker("activation-offload")
-        self._reader = Worker("activation-reload")
+        self._reader = Worker("activation-reload") if max_inflight > 1 else self._writer
 
     def store(self, x: Tensor) -> StoredInput:
         """Queue the write; blocks while too many inputs are still in memory."""
@@ -83,9 +87,7 @@ class DiskTier(Tier):
         """Queue the read."""
         destination = buffer[: stored.place.num_bytes].numpy()
         return Transfer(
-            *self._reader.submit(
-                partial(self._file.read, destination, stored.place.begin), after=(stored.transfer.done, after)
-            )
+            *self._reader.submit(partial(self._read, destination, stored.place), after=(stored.transfer.done, after))
         )
 
     def mark(self) -> HostFence:
@@ -129,7 +131,9 @@ class DiskTier(Tier):
     def describe(self) -> str:
         """Name the folder and the kind of I/O."""
         kind = "direct I/O" if self._file.direct else "buffered I/O: this filesystem has no direct I/O"
-        return f"disk {self._file.folder} ({kind})"
+        bound = f", at most {self._max_bytes_per_s / 2**20:g} MiB/s each way" if self._max_bytes_per_s else ""
+        turns = ", one copy at a time" if self._reader is self._writer else ""
+        return f"disk {self._file.folder} ({kind}{bound}{turns})"
 
     @property
     def requested_bytes(self) -> int:
@@ -141,9 +145,21 @@ class DiskTier(Tier):
         """Size of the file."""
         return self._file.num_bytes
 
+    def _read(self, destination: np.ndarray, extent: Extent) -> None:
+        """Reader thread."""
+        begin_s = time.perf_counter()
+        self._file.read(destination, extent.begin)
+        self._keep_rate(destination.nbytes, begin_s)
+
     def _write(self, content: np.ndarray, extent: Extent) -> None:
         """Writer thread. NumPy copies, since a torch copy would start a second team of compute threads here."""
+        begin_s = time.perf_counter()
         for begin in range(0, content.nbytes, STAGING_BYTES):
             piece = content[begin : begin + STAGING_BYTES]
             self._staging[: piece.nbytes] = piece
             self._file.write(self._staging[: round_up(piece.nbytes)], extent.begin + begin)
+        self._keep_rate(content.nbytes, begin_s)
+
+    def _keep_rate(self, num_bytes: int, begin_s: float) -> None:
+        if self._max_bytes_per_s:
+            time.sleep(max(0.0, begin_s + num_bytes / self._max_bytes_per_s - time.perf_counter()))

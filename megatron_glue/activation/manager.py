@@ -34,7 +34,7 @@ class ActivationManager:
         tier: Where inputs go; None chooses pinned host memory on CUDA and the plan's folder elsewhere.
 
     Raises:
-        ValueError: The disk tier has no folder, or the device has no tier.
+        ValueError: The disk tier has no folder, or the device has no tier or none with that bound.
         OSError: The folder cannot be written to.
     """
 
@@ -139,9 +139,11 @@ class ActivationManager:
 def _choose_tier(plan: ActivationPlan, device: torch.device) -> Tier:
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        return PinnedTier(CudaDevice(torch.device("cuda", index)), plan.poison)
+        if plan.max_bytes_per_s:
+            raise ValueError("max_bytes_per_s: copies of a CUDA device run at the speed of the bus; use max_inflight=1")
+        return PinnedTier(CudaDevice(torch.device("cuda", index)), plan.poison, plan.max_inflight)
     if device.type != "cpu":
         raise ValueError(f"offload=True: no tier for device {device}; it works on cuda and cpu")
     if plan.offload_dir is None:
         raise ValueError("offload_dir=None: a machine without an accelerator offloads to disk and needs a folder")
-    return DiskTier(plan.offload_dir)
+    return DiskTier(plan.offload_dir, max_inflight=plan.max_inflight, max_bytes_per_s=plan.max_bytes_per_s)

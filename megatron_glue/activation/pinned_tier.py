@@ -1,7 +1,8 @@
 """Inputs wait for backward in pinned host memory: the tier of CUDA devices.
 
-Two copy streams, one each way, since the bus carries both directions at once. Everything that hands memory from one
-stream to another does so through an event; these are the edges, each of which a test takes away to see it fail:
+Two copy streams, one each way, since the bus carries both directions at once (or one for both, to leave more of it to
+others). Everything that hands memory from one stream to another does so through an event; these are the edges, each of
+which a test takes away to see it fail:
 
 1. compute wrote x             -> copy off the device begins            (``store``)
 2. copy off the device done    -> compute may reuse the memory of x     (``_let_go``)
@@ -45,13 +46,14 @@ class PinnedTier(Tier):
     Args:
         device: The device, or a simulator of one.
         poison: Fill freed host memory with NaN. The host then waits for every copy.
+        max_inflight: 2 for a copy stream each way, 1 for one stream, so that copies take turns.
     """
 
-    def __init__(self, device: DeviceApi, poison: bool = False) -> None:
+    def __init__(self, device: DeviceApi, poison: bool = False, max_inflight: int = 2) -> None:
         self._device = device
         self._poison = poison
         self._offload_stream = device.new_stream()
-        self._reload_stream = device.new_stream()
+        self._reload_stream = device.new_stream() if max_inflight > 1 else self._offload_stream
         self._pool = PinnedPool(device, self._finish_copies, poison)
         self._pending: deque[_PendingOffload] = deque()
 
@@ -130,7 +132,8 @@ class PinnedTier(Tier):
 
     def describe(self) -> str:
         """Name the device."""
-        return f"pinned host memory of {self._device.describe()}"
+        turns = ", one copy at a time" if self._reload_stream is self._offload_stream else ""
+        return f"pinned host memory of {self._device.describe()}{turns}"
 
     @property
     def requested_bytes(self) -> int:

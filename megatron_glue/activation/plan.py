@@ -24,6 +24,8 @@ class ActivationPlan:
             about 2 microseconds per block on a CPU, so it is on.
         integrated_memory: Whether the device shares its memory with the host, where there is no copy to hide and two
             buffers only cost room. None asks the device; True and False overrule it.
+        max_inflight: Copies under way at one time: 2, one each way, or 1, so that they take less from collectives.
+        max_bytes_per_s: Most bytes per second that one queue of the disk tier moves; 0 means no bound.
         conservative_sync: Wait for compute and copies at every hand-over, for bisecting a suspected race.
         record_timeline: Keep the begin and end of every copy and wait since the last ``reset_stats``.
     """
@@ -36,6 +38,8 @@ class ActivationPlan:
     poison: bool = False
     preserve_rng: bool = True
     integrated_memory: bool | None = None
+    max_inflight: int = 2
+    max_bytes_per_s: float = 0.0
     conservative_sync: bool = False
     record_timeline: bool = False
 
@@ -48,3 +52,7 @@ class ActivationPlan:
             raise ValueError("double_buffer=True: buffers bring offloaded inputs back; set offload")
         if self.buffer_size_bytes < 0:
             raise ValueError(f"buffer_size_bytes={self.buffer_size_bytes}: must not be negative; 0 means no bound")
+        if self.max_inflight not in (1, 2):
+            raise ValueError(f"max_inflight={self.max_inflight}: there are two directions; use 1 or 2")
+        if self.max_bytes_per_s < 0:
+            raise ValueError(f"max_bytes_per_s={self.max_bytes_per_s}: must not be negative; 0 means no bound")

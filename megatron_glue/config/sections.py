@@ -294,6 +294,12 @@ class ActivationConfig(Section):
         "auto", "Whether the device shares the host's memory, where two buffers do not pay; auto: ask the device."
     )
     activation_debug_poison: bool = option(False, "Fill freed reload slots with NaN; off: false.")
+    offload_max_inflight: Annotated[int, Field(ge=1, le=2)] = option(
+        2, "Copies of offloaded activations under way at one time; 1 leaves more to collectives; off (one each way): 2."
+    )
+    offload_max_mb_per_s: NonNegativeFloat = option(
+        0.0, "Most MiB per second that offload moves each way on the disk tier; off (no bound): 0."
+    )
     conservative_sync: bool = option(
         False,
         "Wait for compute and copies at every hand-over of an offloaded input, to bisect a suspected race; off: false.",

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.layout_rules import LAYOUT_RULES, Rule, layout_warnings
-from megatron_glue.config.sections import MoEConfig, RunConfig
+from megatron_glue.config.sections import ActivationConfig, MoEConfig, RunConfig
 
 
 def validate(config: RunConfig, world_size: int, device_type: str | None = None) -> list[str]:
@@ -238,6 +238,16 @@ RULES: tuple[Rule, ...] = (
 """All rules, most basic first."""
 
 
+OFFLOAD_FIELDS = (
+    "activation_offload_dir",
+    "activation_debug_poison",
+    "offload_max_inflight",
+    "offload_max_mb_per_s",
+    "conservative_sync",
+)
+"""Fields of the activation section that say how offload works, not whether."""
+
+
 def _position_table_bytes(config: RunConfig) -> int:
     """Memory of the fp32 tables of positions that nobody learns."""
     model = config.model
@@ -275,12 +285,10 @@ def _warnings(config: RunConfig, world_size: int, device_type: str) -> Iterator[
     if config.cache.cache_tier == "host" and not accelerator.enable_metadata_cache:
         yield "--cache-tier=host: without --use-packed-cache every layer fetches its rows from the host on its own"
     if not config.offload:
-        if config.activation.activation_offload_dir is not None:
-            yield "--activation-offload-dir: no effect without --double-buffer-ckpt or --activation-offload"
-        if config.activation.activation_debug_poison:
-            yield "--activation-debug-poison: no effect without --double-buffer-ckpt or --activation-offload"
-        if config.activation.conservative_sync:
-            yield "--conservative-sync: no effect without --double-buffer-ckpt or --activation-offload"
+        plain = ActivationConfig()
+        for field in OFFLOAD_FIELDS:
+            if getattr(config.activation, field) != getattr(plain, field):
+                yield f"{flag_of(field)}: no effect without --double-buffer-ckpt or --activation-offload"
     yield from layout_warnings(config, world_size)
     if training.precision == "bf16" and device_type == "cpu":
         yield (

@@ -234,9 +234,18 @@ def build_activation_manager(config: RunConfig, place: BuildPlace, *, num_parts:
         offload_dir=place.offload_dir if config.offload else None,
         buffer_size_bytes=config.accelerator.buffer_size_mb * 2**20 // num_parts,
         poison=config.activation.activation_debug_poison,
+        max_inflight=config.activation.offload_max_inflight,
+        max_bytes_per_s=config.activation.offload_max_mb_per_s * 2**20,
         conservative_sync=config.activation.conservative_sync,
         integrated_memory={"auto": None, "yes": True, "no": False}[config.activation.activation_integrated_memory],
     )
+    if config.offload and plan.max_bytes_per_s and place.device.type == "cuda":
+        raise ConfigError(
+            "--offload-max-mb-per-s",
+            config.activation.offload_max_mb_per_s,
+            "the copies of a GPU run at the speed of the bus",
+            "drop it, and use --offload-max-inflight 1 where they slow collectives down",
+        )
     try:
         return ActivationManager(plan, place.device)
     except OSError as error:

@@ -26,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "disk-double-conservative": {**OFFLOAD, "double_buffer": True, "conservative_sync": True},
     "pinned-single": OFFLOAD,
     "pinned-double": {**OFFLOAD, "double_buffer": True},
+    "disk-double-one-inflight": {**OFFLOAD, "double_buffer": True, "max_inflight": 1},
+    "pinned-double-one-inflight": {**OFFLOAD, "double_buffer": True, "max_inflight": 1},
     "pinned-double-conservative": {**OFFLOAD, "double_buffer": True, "conservative_sync": True},
 }
 OFFLOADING = [name for name in VARIANTS if "-" in name]
@@ -36,7 +38,7 @@ def managed(variant: str, folder: Path) -> Iterator[ActivationManager]:
     """A manager of one variant; pinned ones run on a simulated device that must see no violation."""
     plan = ActivationPlan(**VARIANTS[variant], offload_dir=folder)
     device = SimulatedDevice(eager_compute=True)
-    tier = PinnedTier(device, poison=True) if variant.startswith("pinned") else None
+    tier = PinnedTier(device, poison=True, max_inflight=plan.max_inflight) if variant.startswith("pinned") else None
     manager = ActivationManager(plan, "cpu", tier=tier)
     try:
         yield manager

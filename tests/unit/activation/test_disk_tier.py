@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import time
 import weakref
 
@@ -140,4 +141,31 @@ def test_close_ends_threads(tmp_path):
     with no_new_threads():
         tier = DiskTier(tmp_path)
         tier.store(torch.randn(10))
+        tier.close()
+
+
+def test_a_copy_lasts_as_long_as_the_bound_on_its_rate_asks(tmp_path):
+    tier = DiskTier(tmp_path, max_bytes_per_s=40960.0)
+    x = torch.randn(1024)
+    stored = tier.store(x)
+    buffer = tier.allocate(stored.num_bytes)
+    transfer = tier.load(stored, buffer, tier.mark())
+    tier.wait(transfer.done, buffer)
+    assert torch.equal(stored.view(buffer), x)
+    for copy in (stored.transfer, transfer):
+        assert tier.elapsed_ms(copy.started, copy.done) >= 100.0
+    assert "at most 0.0390625 MiB/s each way" in tier.describe()
+    tier.close()
+
+
+def test_with_one_copy_in_flight_reads_and_writes_take_turns(tmp_path):
+    with no_new_threads():
+        tier = DiskTier(tmp_path, max_inflight=1, max_bytes_per_s=409600.0)
+        copies = []
+        for _ in range(3):
+            stored = tier.store(torch.randn(1024))
+            copies += [stored.transfer, tier.load(stored, tier.allocate(stored.num_bytes), tier.mark())]
+        for earlier, later in itertools.pairwise(copies):
+            assert tier.elapsed_ms(earlier.done, later.started) >= 0.0
+        assert "one copy at a time" in tier.describe()
         tier.close()

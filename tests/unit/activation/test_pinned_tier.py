@@ -57,6 +57,25 @@ def test_all_orders_of_the_device_give_the_right_inputs(num_buffers):
     assert violations_under_all_priorities(num_buffers) == []
 
 
+def test_with_one_copy_in_flight_one_stream_carries_both_directions():
+    for order in itertools.permutations(("compute", "offload", "reload")):
+        device = SimulatedDevice(eager_compute=False)
+        offloader = InputOffloader(PLAN, PinnedTier(device, max_inflight=1), num_buffers=2)
+        assert list(device.streams) == ["compute", "offload"]
+        claims = []
+        for value in range(5):
+            x = device.new_activation(value, num_elements=3)
+            claims.append(offloader.store(x, micro_batch=0))
+            del x
+        offloader.prefetch_first()
+        for value in reversed(range(5)):
+            device.check(claims[value].fetch(), value)
+            claims[value].release()
+        device.run_by_priority([name for name in order if name in device.streams])
+        assert device.violations == []
+        assert "one copy at a time" in offloader.describe()
+
+
 @pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES.keys())
 def test_without_this_edge_some_order_of_the_device_goes_wrong(edge):
     assert violations_under_all_priorities(2, (edge,)) != []

@@ -179,6 +179,8 @@ def test_offload_folder_without_write_permission(tmp_path: Path, monkeypatch: py
         ({"activation": {"activation_offload_dir": "x"}}, "--activation-offload-dir"),
         ({"activation": {"activation_debug_poison": True}}, "--activation-debug-poison"),
         ({"activation": {"conservative_sync": True}}, "--conservative-sync"),
+        ({"activation": {"offload_max_inflight": 1}}, "--offload-max-inflight"),
+        ({"activation": {"offload_max_mb_per_s": 5.0}}, "--offload-max-mb-per-s"),
         ({"training": {"precision": "bf16", "device": "cpu"}}, "--precision=bf16"),
         ({"parallel": {"data_parallel_engine": "deepspeed"}}, "--deepspeed: no effect on one process"),
         (

@@ -44,3 +44,10 @@ class Cubic(torch.nn.Module):
 
     def forward(self, x_TD: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return x_TD**3
+
+
+def test_a_gpu_has_no_bound_on_its_rate(tmp_path: Path) -> None:
+    config = from_dict({"activation": {"activation_offload": True, "offload_max_mb_per_s": 5.0}})
+    place = BuildPlace(ParallelMesh(), torch.device("cuda"), HostReader(), tmp_path)
+    with pytest.raises(ConfigError, match=r"--offload-max-mb-per-s=5.0: .* use --offload-max-inflight 1"):
+        build_activation_manager(config, place)
