@@ -23,7 +23,7 @@ from enum import Enum
 from torch import Tensor
 
 from megatron_glue.activation.extents import round_up
-from megatron_glue.activation.statistics import ReloadRecord, StatisticsRecorder
+from megatron_glue.activation.statistics import BlockCall, ReloadRecord, StatisticsRecorder
 from megatron_glue.activation.tiers import Fence, StoredInput, Tier, Transfer
 
 logger = logging.getLogger(__name__)
@@ -137,14 +137,19 @@ class ReloadBuffers:
         reload.slot.state = SlotState.IN_USE
         return stored.view(reload.buffer)
 
-    def release(self, stored: StoredInput) -> None:
-        """Give the buffer of an acquired input back; everything issued so far may still read it."""
+    def release(self, stored: StoredInput, call: BlockCall) -> None:
+        """Give the buffer of an acquired input back; everything issued so far may still read it.
+
+        Args:
+            stored: The input.
+            call: Whose input it was, for the statistics.
+        """
         reload = self._reloads.pop(stored)
         assert reload.slot.state is SlotState.IN_USE
         assert reload.slot.generation == reload.generation, "the buffer was filled again while it was in use"
         self._vacate(reload.slot)
         self._statistics.add_reload(
-            ReloadRecord(reload.transfer, reload.asked, reload.received, reload.slot.last_reader)
+            ReloadRecord(call, reload.transfer, reload.asked, reload.received, reload.slot.last_reader)
         )
         self._tier.discard(stored, reload.transfer.done)
 

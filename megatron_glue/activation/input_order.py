@@ -15,9 +15,11 @@ class InputOrder:
     def __init__(self) -> None:
         self._chains: dict[int, list[StoredInput]] = {}
 
-    def append(self, micro_batch: int, stored: StoredInput) -> None:
-        """Add the newest input of a micro-batch."""
-        self._chains.setdefault(micro_batch, []).append(stored)
+    def append(self, micro_batch: int, stored: StoredInput) -> int:
+        """Add the newest input of a micro-batch and return its position among those that are there."""
+        chain = self._chains.setdefault(micro_batch, [])
+        chain.append(stored)
+        return len(chain) - 1
 
     def remove(self, micro_batch: int, stored: StoredInput) -> None:
         """Take an input out, whether or not it was the last."""

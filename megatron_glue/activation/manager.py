@@ -73,10 +73,12 @@ class ActivationManager:
         if is_nested or not (x_TD.requires_grad or any(weight.requires_grad for weight in block.parameters())):
             return block(x_TD, context)
         if self._offloader is None:
-            kept = InputInMemory(x_TD)
-        else:
-            kept = self._offloader.store(x_TD, context.micro_batch)
-        return run_recomputed(block, x_TD, context, kept, self._plan.preserve_rng)
+            return run_recomputed(block, x_TD, context, InputInMemory(x_TD), self._plan.preserve_rng)
+        began = self._offloader.statistics.begin_forward()
+        kept = self._offloader.store(x_TD, context.micro_batch)
+        y_TD = run_recomputed(block, x_TD, context, kept, self._plan.preserve_rng)
+        self._offloader.statistics.end_forward(kept.call, began)
+        return y_TD
 
     def begin_step(self) -> None:
         """Start an optimizer step: nothing of an earlier one is left."""
@@ -106,8 +108,13 @@ class ActivationManager:
         return [] if self._offloader is None else self._offloader.statistics.step_times(last_steps)
 
     def timeline(self) -> list[TimelineEvent]:
-        """Copies, waits and blocks since the last ``reset_stats``, if the plan asks for them."""
+        """Copies, waits and blocks since the last reset, if the plan or ``start_timeline`` asked for them."""
         return [] if self._offloader is None else self._offloader.statistics.timeline()
+
+    def start_timeline(self) -> None:
+        """Set all figures to zero and keep the begin and end of everything from here on."""
+        if self._offloader is not None:
+            self._offloader.statistics.start_timeline()
 
     def reset_stats(self) -> None:
         """Set all figures to zero."""

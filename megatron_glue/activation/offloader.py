@@ -11,17 +11,17 @@ from torch import Tensor
 from megatron_glue.activation.double_buffer import ReloadBuffers
 from megatron_glue.activation.input_order import InputOrder
 from megatron_glue.activation.plan import ActivationPlan
-from megatron_glue.activation.statistics import ActivationStats, StatisticsRecorder
+from megatron_glue.activation.statistics import ActivationStats, BlockCall, StatisticsRecorder
 from megatron_glue.activation.tiers import StoredInput, Tier
 
 
 class OffloadedInput:
     """The claim of one block call on its offloaded input."""
 
-    def __init__(self, offloader: InputOffloader, stored: StoredInput, micro_batch: int) -> None:
+    def __init__(self, offloader: InputOffloader, stored: StoredInput, call: BlockCall) -> None:
         self._offloader = offloader
         self._stored = stored
-        self._micro_batch = micro_batch
+        self.call = call
         self._generation = offloader.generation
 
     def fetch(self) -> Tensor:
@@ -35,12 +35,12 @@ class OffloadedInput:
             raise RuntimeError(
                 "the input of this block was dropped when its step ended: run backward before the next begin_step()"
             )
-        return self._offloader.fetch(self._stored, self._micro_batch)
+        return self._offloader.fetch(self._stored, self.call)
 
     def release(self) -> None:
         """Give up the claim. Does nothing when the step is over."""
         if self._generation == self._offloader.generation:
-            self._offloader.release(self._stored, self._micro_batch)
+            self._offloader.release(self._stored, self.call)
 
 
 class InputOffloader:
@@ -76,19 +76,19 @@ class InputOffloader:
         """
         stored = self._tier.store(x)
         self._buffers.expect(stored.num_bytes)
-        self._order.append(micro_batch, stored)
-        self._statistics.add_offload(stored.num_bytes, stored.transfer)
-        return OffloadedInput(self, stored, micro_batch)
+        call = BlockCall(micro_batch, self._order.append(micro_batch, stored))
+        self._statistics.add_offload(call, stored.num_bytes, stored.transfer)
+        return OffloadedInput(self, stored, call)
 
-    def fetch(self, stored: StoredInput, micro_batch: int) -> Tensor:
+    def fetch(self, stored: StoredInput, call: BlockCall) -> Tensor:
         """Bring an input back, and start on the one before it."""
-        return self._buffers.acquire(stored, self._order.after(micro_batch, stored))
+        return self._buffers.acquire(stored, self._order.after(call.micro_batch, stored))
 
-    def release(self, stored: StoredInput, micro_batch: int) -> None:
+    def release(self, stored: StoredInput, call: BlockCall) -> None:
         """Give an input's buffer and its place in the tier back."""
-        self._order.remove(micro_batch, stored)
+        self._order.remove(call.micro_batch, stored)
         if self._buffers.is_in_use(stored):
-            self._buffers.release(stored)
+            self._buffers.release(stored, call)
         else:
             self._buffers.drop(stored)
 

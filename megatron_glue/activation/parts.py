@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from megatron_glue.activation.manager import ActivationManager
-from megatron_glue.activation.statistics import ActivationStats, ReloadTimes, sum_times
+from megatron_glue.activation.statistics import ActivationStats, ReloadTimes, TimelineEvent, sum_times
 
 
 class PartManagers:
@@ -47,6 +47,15 @@ class PartManagers:
             last_steps: Only the newest N steps; ``None``: all.
         """
         return [sum_times(parts) for parts in zip(*(m.step_times(last_steps) for m in self.managers), strict=True)]
+
+    def start_timeline(self) -> None:
+        """Set all figures to zero and keep the begin and end of everything from here on."""
+        for manager in self.managers:
+            manager.start_timeline()
+
+    def timelines(self) -> list[list[TimelineEvent]]:
+        """What each part's manager recorded, in the order of parts. The host waits for the device."""
+        return [manager.timeline() for manager in self.managers]
 
     def close(self) -> None:
         """Free memory, files and threads. Idempotent."""

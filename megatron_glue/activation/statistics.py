@@ -75,18 +75,36 @@ class ActivationStats(ReloadTimes):
 
 
 @dataclass(frozen=True)
+class BlockCall:
+    """Which block call something belongs to.
+
+    Attributes:
+        micro_batch: Number of the micro-batch in its step.
+        block: Position among the offloaded block calls of that micro-batch, in the order of forward.
+    """
+
+    micro_batch: int
+    block: int
+
+
+@dataclass(frozen=True)
 class TimelineEvent:
     """One bar of a timeline picture.
 
     Attributes:
-        name: What happened.
+        name: "forward", "offload" (the copy away), "reload" (the copy back), "wait" (compute stands still for it) or
+            "backward" (recompute and backward of a block).
         lane: Where: "offload", "reload" (the copy queues) or "compute".
+        call: The block call.
+        step: Steps begun since the last ``reset_stats``, this one included.
         start_ms: Begin, since the last ``reset_stats``.
         end_ms: End.
     """
 
     name: str
     lane: str
+    call: BlockCall
+    step: int
     start_ms: float
     end_ms: float
 
@@ -96,16 +114,28 @@ class ReloadRecord:
     """The fences of one reload, in the order of compute.
 
     Attributes:
+        call: The block call that the input belongs to.
         transfer: The copy back.
         asked: Compute reached the point where it needs the input.
         received: Compute has it.
         returned: Compute gave the buffer back.
     """
 
+    call: BlockCall
     transfer: Transfer
     asked: Fence
     received: Fence
     returned: Fence
+
+
+@dataclass(frozen=True, eq=False)
+class _Bar:
+    name: str
+    lane: str
+    call: BlockCall
+    step: int
+    begin: Fence
+    end: Fence
 
 
 class StatisticsRecorder:
@@ -131,19 +161,33 @@ class StatisticsRecorder:
         self._num_offloads = self._num_reloads = self._offloaded_bytes = 0
         self._step_sums = array("d", NO_TIMES)
         self._open: deque[tuple[int, ReloadRecord]] = deque()
-        self._bars: list[tuple[str, str, Fence, Fence]] = []
+        self._bars: list[_Bar] = []
         self._begin = self._mark() if self._record_timeline else None
+
+    def start_timeline(self) -> None:
+        """Start anew, and keep every bar from here on."""
+        self._record_timeline = True
+        self.reset()
 
     def begin_step(self) -> None:
         """Later reloads belong to a new step. Those from before the first step count in the sums only."""
         self._step_sums.extend(NO_TIMES)
 
-    def add_offload(self, num_bytes: int, transfer: Transfer) -> None:
+    def begin_forward(self) -> Fence | None:
+        """Return a fence before a block's forward, if there is a timeline to draw."""
+        return self._mark() if self._record_timeline else None
+
+    def end_forward(self, call: BlockCall, began: Fence | None) -> None:
+        """Take note of a block's forward that began at a fence of ``begin_forward``."""
+        if began is not None:
+            self._add_bar("forward", "compute", call, began, self._mark())
+
+    def add_offload(self, call: BlockCall, num_bytes: int, transfer: Transfer) -> None:
         """Count one input that leaves."""
         self._num_offloads += 1
         self._offloaded_bytes += num_bytes
         if self._record_timeline:
-            self._bars.append(("offload", "offload", transfer.started, transfer.done))
+            self._add_bar("offload", "offload", call, transfer.started, transfer.done)
 
     def add_reload(self, record: ReloadRecord) -> None:
         """Count one input that came back and was used."""
@@ -152,9 +196,9 @@ class StatisticsRecorder:
         if len(self._open) > MAX_OPEN_RECORDS:
             self._fold(*self._open.popleft())
         if self._record_timeline:
-            self._bars.append(("reload", "reload", record.transfer.started, record.transfer.done))
-            self._bars.append(("wait", "compute", record.asked, record.received))
-            self._bars.append(("block", "compute", record.received, record.returned))
+            self._add_bar("reload", "reload", record.call, record.transfer.started, record.transfer.done)
+            self._add_bar("wait", "compute", record.call, record.asked, record.received)
+            self._add_bar("backward", "compute", record.call, record.received, record.returned)
 
     def summary(self, *, requested_bytes: int, held_bytes: int, buffer_bytes: int) -> ActivationStats:
         """Return all figures. The host waits for the last reload that was recorded."""
@@ -182,9 +226,19 @@ class StatisticsRecorder:
     def timeline(self) -> list[TimelineEvent]:
         """Return the bars since the last reset, in order of recording; empty unless asked for at the start."""
         return [
-            TimelineEvent(name, lane, self._elapsed_ms(self._begin, start), self._elapsed_ms(self._begin, end))
-            for name, lane, start, end in self._bars
+            TimelineEvent(
+                bar.name,
+                bar.lane,
+                bar.call,
+                bar.step,
+                self._elapsed_ms(self._begin, bar.begin),
+                self._elapsed_ms(self._begin, bar.end),
+            )
+            for bar in self._bars
         ]
+
+    def _add_bar(self, name: str, lane: str, call: BlockCall, begin: Fence, end: Fence) -> None:
+        self._bars.append(_Bar(name, lane, call, self._num_steps, begin, end))
 
     def _fold_all(self) -> None:
         while self._open:

@@ -51,7 +51,7 @@ def test_every_copy_of_the_disk_tier_ends_before_compute_goes_on(tmp_path):
     manager = ActivationManager(plan, "cpu", tier=SlowTier(tmp_path, read_s=0.01))
     run_forward(manager, toy_blocks(4), inputs(1)[0]).sum().backward()
     bars = manager.timeline()
-    blocks = [bar for bar in bars if bar.name == "block"]
+    blocks = [bar for bar in bars if bar.name == "backward"]
     copies = [bar for bar in bars if bar.lane == "reload"]
     assert len(blocks) == len(copies) == 4
     assert all(copy.end_ms <= block.start_ms or block.end_ms <= copy.start_ms for copy in copies for block in blocks)

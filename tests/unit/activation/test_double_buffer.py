@@ -11,10 +11,11 @@ from megatron_glue.activation.double_buffer import ReloadBuffers
 from megatron_glue.activation.offloader import InputOffloader
 from megatron_glue.activation.pinned_tier import PinnedTier
 from megatron_glue.activation.plan import ActivationPlan
-from megatron_glue.activation.statistics import StatisticsRecorder
+from megatron_glue.activation.statistics import BlockCall, StatisticsRecorder
 from tests.support.simulated_device import SimulatedDevice
 
 PAGE = 4096
+CALL = BlockCall(micro_batch=0, block=0)
 PAGE_ELEMENTS = PAGE // 4
 
 
@@ -129,7 +130,7 @@ def test_next_input_is_started_before_the_current_one_is_waited_for(monkeypatch)
     monkeypatch.setattr(tier, "wait", lambda *rest: calls.append(("wait", None)) or wait(*rest))
     buffers.acquire(second, first)
     assert calls == [("load", second), ("load", first), ("wait", None)]
-    buffers.release(second)
+    buffers.release(second, CALL)
     calls.clear()
     buffers.acquire(first, None)
     assert calls == [("wait", None)]
@@ -144,7 +145,7 @@ def test_single_buffer_copies_then_computes(monkeypatch):
     buffers.prefetch(second)
     assert loads == []
     buffers.acquire(second, first)
-    buffers.release(second)
+    buffers.release(second, CALL)
     assert loads == [second]
     assert buffers.held_bytes == PAGE
 
@@ -169,7 +170,7 @@ def test_bound_decides_the_number_of_buffers_and_says_so(max_bytes, num_buffers,
         x = buffers.acquire(values[value], values[value - 1] if value else None)
         assert (x == value).all()
         assert max_bytes == 0 or buffers.held_bytes <= max_bytes
-        buffers.release(values[value])
+        buffers.release(values[value], CALL)
 
 
 def test_larger_inputs_later_may_leave_room_for_one_buffer_only():
@@ -178,7 +179,7 @@ def test_larger_inputs_later_may_leave_room_for_one_buffer_only():
     assert buffers.num_buffers == 1
     for stored, value in ((large, 2.0), (small, 1.0)):
         assert (buffers.acquire(stored, None) == value).all()
-        buffers.release(stored)
+        buffers.release(stored, CALL)
     assert buffers.held_bytes == 2 * PAGE
 
 
@@ -192,7 +193,7 @@ def test_fetched_ahead_but_not_wanted_makes_room_and_can_still_be_fetched():
     x = buffers.acquire(stored[0], None)  # both buffers are in use: memory of its own
     assert (x == 0.0).all()
     for item in (stored[3], stored[0], stored[2]):
-        buffers.release(item)
+        buffers.release(item, CALL)
     assert (buffers.acquire(stored[1], None) == 1.0).all()
     assert buffers.held_bytes == 2 * PAGE
 
@@ -202,7 +203,7 @@ def test_poison_fills_fresh_and_freed_buffers():
     stored = store(device, tier, buffers, 1.0)
     x = buffers.acquire(stored, None)
     assert (x == 1.0).all()
-    buffers.release(stored)
+    buffers.release(stored, CALL)
     assert x.isnan().all()
 
 
@@ -222,6 +223,6 @@ def test_buffer_that_is_replaced_by_a_larger_one_is_no_longer_being_filled(how):
         for stored in small:
             buffers.drop(stored)
     device.check(buffers.acquire(large, None), 7.0)
-    buffers.release(large)
+    buffers.release(large, CALL)
     device.run_by_priority(["compute", "offload", "reload"])
     assert device.violations == []

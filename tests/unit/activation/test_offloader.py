@@ -196,7 +196,7 @@ def test_two_buffers_hide_a_slow_tier_behind_backward_and_one_does_not(tmp_path)
         figures[double_buffer] = (time.perf_counter() - start, manager.stats())
         bars = manager.timeline()
         copies = [bar for bar in bars if bar.lane == "reload"]
-        computing = [bar for bar in bars if bar.name == "block"]
+        computing = [bar for bar in bars if bar.name == "backward"]
         hidden_ms = sum(
             max(0.0, min(copy.end_ms, block.end_ms) - max(copy.start_ms, block.start_ms))
             for copy in copies

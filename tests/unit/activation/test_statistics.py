@@ -7,12 +7,15 @@ import pytest
 from megatron_glue.activation import statistics
 from megatron_glue.activation.statistics import (
     ActivationStats,
+    BlockCall,
     ReloadRecord,
     ReloadTimes,
     StatisticsRecorder,
     sum_times,
 )
 from megatron_glue.activation.tiers import Transfer
+
+CALL = BlockCall(micro_batch=1, block=2)
 
 
 def recorder(record_timeline=False):
@@ -41,7 +44,9 @@ def test_efficiency_is_hidden_copy_time_by_the_smaller_of_copy_and_compute(copie
     record = recorder()
     for copy_ms, wait_ms, compute_ms in copies:
         received = 100.0 + copy_ms
-        record.add_reload(ReloadRecord(Transfer(100.0, received), received - wait_ms, received, received + compute_ms))
+        record.add_reload(
+            ReloadRecord(CALL, Transfer(100.0, received), received - wait_ms, received, received + compute_ms)
+        )
     assert summary(record).overlap_efficiency == pytest.approx(efficiency)
 
 
@@ -53,8 +58,8 @@ def test_sums_and_reset(monkeypatch):
     monkeypatch.setattr(statistics, "MAX_OPEN_RECORDS", 2)
     record = recorder()
     for start in (0.0, 100.0, 200.0, 300.0):
-        record.add_offload(8, Transfer(start, start + 3))
-        record.add_reload(ReloadRecord(Transfer(start + 1, start + 5), start + 4, start + 6, start + 16))
+        record.add_offload(CALL, 8, Transfer(start, start + 3))
+        record.add_reload(ReloadRecord(CALL, Transfer(start + 1, start + 5), start + 4, start + 6, start + 16))
     assert len(record._open) == 2
     stats = summary(record)
     assert (stats.num_offloads, stats.num_reloads, stats.offloaded_bytes) == (4, 4, 32)
@@ -72,7 +77,7 @@ def test_each_step_has_times_of_its_own(monkeypatch):
     for step in range(3):
         record.begin_step()
         for _ in range(step):
-            record.add_reload(ReloadRecord(Transfer(1.0, 5.0), 4.0, 6.0, 16.0))
+            record.add_reload(ReloadRecord(CALL, Transfer(1.0, 5.0), 4.0, 6.0, 16.0))
     once = ReloadTimes(copy_ms=4.0, hidden_copy_ms=2.0, reload_wait_ms=2.0, compute_ms=10.0)
     assert record.step_times() == [ReloadTimes(), once, sum_times([once, once])]
     assert record.step_times(last_steps=2) == [once, sum_times([once, once])]
@@ -84,12 +89,27 @@ def test_each_step_has_times_of_its_own(monkeypatch):
 
 def test_timeline_bars_count_from_the_reset():
     record = recorder(record_timeline=True)
-    record.add_offload(8, Transfer(101.0, 103.0))
-    record.add_reload(ReloadRecord(Transfer(104.0, 106.0), 105.0, 106.0, 110.0))
+    record.begin_step()
+    record.end_forward(CALL, record.begin_forward())
+    record.add_offload(CALL, 8, Transfer(101.0, 103.0))
+    record.add_reload(ReloadRecord(CALL, Transfer(104.0, 106.0), 105.0, 106.0, 110.0))
     bars = [(bar.name, bar.lane, bar.start_ms, bar.end_ms) for bar in record.timeline()]
+    assert {(bar.call, bar.step) for bar in record.timeline()} == {(CALL, 1)}
     assert bars == [
+        ("forward", "compute", 0.0, 0.0),
         ("offload", "offload", 1.0, 3.0),
         ("reload", "reload", 4.0, 6.0),
         ("wait", "compute", 5.0, 6.0),
-        ("block", "compute", 6.0, 10.0),
+        ("backward", "compute", 6.0, 10.0),
     ]
+
+
+def test_a_timeline_can_start_later():
+    record = recorder()
+    assert record.begin_forward() is None
+    record.add_offload(CALL, 8, Transfer(101.0, 103.0))
+    record.start_timeline()
+    assert record.timeline() == []
+    assert summary(record).num_offloads == 0
+    record.add_offload(CALL, 8, Transfer(101.0, 103.0))
+    assert len(record.timeline()) == 1
