@@ -23,6 +23,16 @@ from torch import Tensor
 Edge = tuple[str, str]
 """(stream that waits, stream whose event it waits for)."""
 
+EDGES: dict[str, Edge] = {
+    "x_written_then_offloaded": ("offload", "compute"),
+    "offloaded_then_memory_of_x_reused": ("compute", "offload"),
+    "f38_offloaded_then_reloaded": ("reload", "offload"),
+    "buffer_read_then_refilled": ("reload", "compute"),
+    "reloaded_then_computed": ("compute", "reload"),
+    "reloaded_then_host_memory_reused": ("offload", "reload"),
+}
+"""Every hand-over of ``PinnedTier``."""
+
 
 @dataclass(eq=False)
 class SimulatedEvent:
@@ -124,7 +134,7 @@ class SimulatedDevice:
     def free_host(self, block: Tensor) -> None:
         self.host_bytes -= block.nbytes
         self.num_host_blocks -= 1
-        assert not any(stream.queue for stream in self.streams.values() if stream.name != "compute")
+        assert not any(stream.queue for stream in self.streams.values() if not stream.name.startswith("compute"))
         block.fill_(0xFF)
 
     def copy(self, destination: Tensor, source: Tensor, stream: SimulatedStream) -> None:
@@ -164,6 +174,11 @@ class SimulatedDevice:
                 self.violations.append(f"a kernel expected {value} and read {found[:2]}")
 
         self.current.push(kernel)
+
+    def fill(self, x: Tensor, byte: int) -> None:
+        """Queue a kernel that writes one byte all over ``x``."""
+        content = self._alias(x)
+        self.current.push(lambda: content.fill(byte))
 
     def advance(self, stream: SimulatedStream) -> None:
         """Run the head of a stream; what it waits for runs first."""

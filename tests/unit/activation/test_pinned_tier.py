@@ -9,16 +9,8 @@ import pytest
 from megatron_glue.activation.offloader import InputOffloader
 from megatron_glue.activation.pinned_tier import MAX_PENDING_OFFLOADS, PinnedTier
 from megatron_glue.activation.plan import ActivationPlan
-from tests.support.simulated_device import Edge, SimulatedDevice
+from tests.support.simulated_device import EDGES, Edge, SimulatedDevice
 
-EDGES: dict[str, Edge] = {
-    "x_written_then_offloaded": ("offload", "compute"),
-    "offloaded_then_memory_of_x_reused": ("compute", "offload"),
-    "f38_offloaded_then_reloaded": ("reload", "offload"),
-    "buffer_read_then_refilled": ("reload", "compute"),
-    "reloaded_then_computed": ("compute", "reload"),
-    "reloaded_then_host_memory_reused": ("offload", "reload"),
-}
 PLAN = ActivationPlan(recompute=True, offload=True, double_buffer=True)
 
 
