@@ -53,13 +53,14 @@ class ActivationManager:
                 plan, ConservativeTier(tier) if plan.conservative_sync else tier, num_buffers
             )
 
-    def run_block(self, block: nn.Module, x_TD: Tensor, context: ForwardContext) -> Tensor:
+    def run_block(self, block: nn.Module, x_TD: Tensor, context: ForwardContext, *, position: int = 0) -> Tensor:
         """Run one block.
 
         Args:
             block: Called as ``block(x_TD, context)``: once, and again in backward if the plan says so.
             x_TD: Its input, [T, D] on this manager's device. Nobody may write to it before backward.
             context: The micro-batch. Blocks of one micro-batch run in order; several may be in flight.
+            position: Number of the block in its model part, for a plan that recomputes some of them.
 
         Returns:
             The block's output.
@@ -67,7 +68,7 @@ class ActivationManager:
         Raises:
             OSError: The tier is full or cannot be written.
         """
-        if not self._plan.recompute or not torch.is_grad_enabled():
+        if not self._is_recomputed(position) or not torch.is_grad_enabled():
             return block(x_TD, context)
         is_nested = context.decisions is not None or context.is_recompute
         if is_nested or not (x_TD.requires_grad or any(weight.requires_grad for weight in block.parameters())):
@@ -79,6 +80,10 @@ class ActivationManager:
         y_TD = run_recomputed(block, x_TD, context, kept, self._plan.preserve_rng)
         self._offloader.statistics.end_forward(kept.call, began)
         return y_TD
+
+    def _is_recomputed(self, position: int) -> bool:
+        limit = self._plan.num_recomputed
+        return self._plan.recompute and (limit is None or position < limit)
 
     def begin_step(self) -> None:
         """Start an optimizer step: nothing of an earlier one is left."""
@@ -135,9 +140,10 @@ class ActivationManager:
         """Say in one line what was chosen. Known in full after the first forward, which shows the size of inputs."""
         if not self._plan.recompute:
             return "activations: kept"
+        some = "" if self._plan.num_recomputed is None else f" in the first {self._plan.num_recomputed} blocks"
         if self._offloader is None:
-            return "activations: recomputed, block inputs kept on the device"
-        line = f"activations: recomputed, block inputs offloaded to {self._offloader.describe()}"
+            return f"activations: recomputed{some}, block inputs kept on the device"
+        line = f"activations: recomputed{some}, block inputs offloaded to {self._offloader.describe()}"
         if self._plan.double_buffer and self._is_integrated:
             line += " (the device shares the host's memory, so there is no copy to hide)"
         return line

@@ -15,6 +15,7 @@ class ActivationPlan:
 
     Attributes:
         recompute: Run each block a second time in backward instead of keeping its intermediate results.
+        num_recomputed: Recompute this many blocks of the model part, the first ones; None means all.
         offload: Move the input of a recomputed block off the device until backward.
         double_buffer: Bring inputs back through two buffers, ahead of backward; False: one buffer, copy then compute.
         offload_dir: Folder of the disk tier; unused on CUDA, where inputs move to host memory.
@@ -31,6 +32,7 @@ class ActivationPlan:
     """
 
     recompute: bool = False
+    num_recomputed: int | None = None
     offload: bool = False
     double_buffer: bool = False
     offload_dir: Path | None = None
@@ -52,6 +54,8 @@ class ActivationPlan:
             raise ValueError("double_buffer=True: buffers bring offloaded inputs back; set offload")
         if self.buffer_size_bytes < 0:
             raise ValueError(f"buffer_size_bytes={self.buffer_size_bytes}: must not be negative; 0 means no bound")
+        if self.num_recomputed is not None and self.num_recomputed < 1:
+            raise ValueError(f"num_recomputed={self.num_recomputed}: must be at least 1; turn recompute off instead")
         if self.max_inflight not in (1, 2):
             raise ValueError(f"max_inflight={self.max_inflight}: there are two directions; use 1 or 2")
         if self.max_bytes_per_s < 0:

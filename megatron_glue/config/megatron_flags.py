@@ -96,8 +96,6 @@ IGNORED: dict[str, int] = {
     "--manual-gc": 0,
     "--manual-gc-interval": 1,
     "--empty-unused-memory-level": 1,
-    "--recompute-method": 1,
-    "--recompute-num-layers": 1,
     "--moe-permute-fusion": 0,
     "--moe-per-layer-logging": 0,
     "--moe-router-dtype": 1,

@@ -284,6 +284,12 @@ class ActivationConfig(Section):
         "auto",
         "Recompute each block in backward; auto: full when offload or double buffer is on; off: none.",
     )
+    recompute_method: Literal["uniform", "block"] = option(
+        "uniform", "Which blocks to recompute: all (uniform), or the first of each pipeline stage (block)."
+    )
+    recompute_num_layers: PositiveInt | None = option(
+        None, "Blocks of a pipeline stage that --recompute-method block recomputes; unset: all."
+    )
     activation_offload: bool = option(
         False, "Move block inputs off the device; implied by --double-buffer-ckpt, alone: one buffer; off: false."
     )
@@ -398,6 +404,11 @@ class RunConfig(Section):
         if self.activation.recompute_granularity == "auto":
             return self.offload
         return self.activation.recompute_granularity == "full"
+
+    @property
+    def num_recomputed_blocks(self) -> int | None:
+        """How many blocks of each pipeline stage are recomputed, the first ones; None: all (if any)."""
+        return self.activation.recompute_num_layers if self.activation.recompute_method == "block" else None
 
     @property
     def offload(self) -> bool:

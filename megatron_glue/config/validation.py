@@ -182,6 +182,22 @@ def _learning_rate(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
 
 
 def _recompute(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    activation = config.activation
+    num_layers = activation.recompute_num_layers
+    if activation.recompute_method == "uniform" and num_layers not in (None, 1):
+        yield _error(
+            "recompute_num_layers",
+            num_layers,
+            "with --recompute-method uniform that many blocks would share one kept input; here each keeps its own",
+            "give --recompute-method block to recompute the first blocks of a stage, or use 1",
+        )
+    if activation.recompute_method == "block" and num_layers is None:
+        yield _error(
+            "recompute_method",
+            "block",
+            "recomputes a number of blocks, and none is given",
+            "give --recompute-num-layers",
+        )
     if config.activation.recompute_granularity != "none":
         return
     for field, is_on in (
@@ -284,6 +300,8 @@ def _warnings(config: RunConfig, world_size: int, device_type: str) -> Iterator[
         )
     if config.cache.cache_tier == "host" and not accelerator.enable_metadata_cache:
         yield "--cache-tier=host: without --use-packed-cache every layer fetches its rows from the host on its own"
+    if not config.recompute and config.activation.recompute_num_layers is not None:
+        yield "--recompute-num-layers: no effect without recompute (--recompute-granularity full)"
     if not config.offload:
         plain = ActivationConfig()
         for field in OFFLOAD_FIELDS:

@@ -8,6 +8,7 @@ own. Which techniques are applied, in which order, stands in ``parallelize.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -173,9 +174,9 @@ def _build_part(shared: _Shared, layers: range, activation: ActivationManager) -
     model, build = shared.config.model, shared.build
     is_first, is_last = layers.start == 0, layers.stop == model.num_layers
     blocks: dict[int, nn.Module] = {}
-    for layer_index in layers:
+    for position, layer_index in enumerate(layers):
         block = build_decoder_block(model, layer_index, _build_ffn(shared, layer_index), build)
-        blocks[layer_index] = ManagedBlock(block, activation.run_block)
+        blocks[layer_index] = ManagedBlock(block, partial(activation.run_block, position=position))
     embedding = build_token_embedding(model, shared.vocab_size, build) if is_first else None
     output_head = build_output_head(model, shared.vocab_size, build, has_embedding=is_first) if is_last else None
     if not model.untie_embeddings_and_output_weights and is_first != is_last:
@@ -229,6 +230,7 @@ def build_activation_manager(config: RunConfig, place: BuildPlace, *, num_parts:
     """
     plan = ActivationPlan(
         recompute=config.recompute,
+        num_recomputed=config.num_recomputed_blocks,
         offload=config.offload,
         double_buffer=config.accelerator.enable_double_buffer,
         offload_dir=place.offload_dir if config.offload else None,

@@ -123,7 +123,9 @@ class Measurement:
         windows = {config.model.window_of_layer(layer) for layer in range(config.model.num_layers)}
         if self.variant.cache:
             return num_batches, num_batches * len(windows)
-        exact = num_batches * config.model.num_layers * (2 if config.recompute else 1)
+        num_layers, limit = config.model.num_layers, config.num_recomputed_blocks
+        num_recomputed = num_layers if limit is None else min(limit, num_layers)
+        exact = num_batches * (num_layers + (num_recomputed if config.recompute else 0))
         return exact, exact
 
 

@@ -19,6 +19,9 @@ MODELS = {
 }
 TECHNIQUES = {
     "recompute": {"activation": {"recompute_granularity": "full"}},
+    "first block recomputed": {
+        "activation": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    },
     "offload": {"activation": {"activation_offload": True, "activation_debug_poison": True}},
     "double buffer": {"training": {"accelerator": {"enable_double_buffer": True, "enable_metadata_cache": True}}},
 }

@@ -66,8 +66,8 @@ def context_of(micro_batch: int = 0, num_tokens: int = 8, **fields: Any) -> Forw
 def run_forward(manager: ActivationManager, blocks: nn.ModuleList, x_TD: Tensor, micro_batch: int = 0) -> Tensor:
     """One forward pass of a micro-batch."""
     context = context_of(micro_batch, x_TD.shape[0])
-    for block in blocks:
-        x_TD = manager.run_block(block, x_TD, context)
+    for position, block in enumerate(blocks):
+        x_TD = manager.run_block(block, x_TD, context, position=position)
     manager.end_forward()
     return x_TD
 

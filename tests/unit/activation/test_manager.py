@@ -199,3 +199,21 @@ def test_close_ends_threads_and_is_idempotent(tmp_path):
         manager.close()
         manager.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("num_recomputed", "expected"), [(1, 1), (3, 3), (9, 5), (None, 5)])
+def test_only_the_first_blocks_are_recomputed(num_recomputed, expected, offload, tmp_path):
+    blocks, (x,) = toy_blocks(5), inputs(1)
+    expected_gradients = plain_gradients(blocks, [x])
+    plan = ActivationPlan(recompute=True, num_recomputed=num_recomputed, offload=offload, offload_dir=tmp_path)
+    manager = ActivationManager(plan, "cpu")
+    assert ("in the first" in manager.describe()) == (num_recomputed is not None)
+    for block in blocks:
+        block.calls = []
+    loss = run_forward(manager, blocks, x).square().sum()
+    assert manager.num_tracked_inputs == (expected if offload else 0)
+    loss.backward()
+    assert [len(block.calls) for block in blocks] == [2] * expected + [1] * (5 - expected)
+    assert_same(gradients_of(blocks), expected_gradients)
+    manager.close()

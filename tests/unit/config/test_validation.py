@@ -87,6 +87,20 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "recomputed",
     ),
     (
+        "uniform chunks of several blocks",
+        {"activation": {"recompute_granularity": "full", "recompute_num_layers": 2}},
+        1,
+        "--recompute-num-layers",
+        "share one kept input",
+    ),
+    (
+        "block without a number",
+        {"activation": {"recompute_granularity": "full", "recompute_method": "block"}},
+        1,
+        "--recompute-method",
+        "none is given",
+    ),
+    (
         "offload without recompute",
         {"activation": {"recompute_granularity": "none", "activation_offload": True}},
         1,
@@ -177,6 +191,7 @@ def test_offload_folder_without_write_permission(tmp_path: Path, monkeypatch: py
             "take 1024.0 MiB, so they are built again for every micro-batch; use at least 1024, with --cache-tier host",
         ),
         ({"activation": {"activation_offload_dir": "x"}}, "--activation-offload-dir"),
+        ({"activation": {"recompute_method": "block", "recompute_num_layers": 2}}, "--recompute-num-layers"),
         ({"activation": {"activation_debug_poison": True}}, "--activation-debug-poison"),
         ({"activation": {"conservative_sync": True}}, "--conservative-sync"),
         ({"activation": {"offload_max_inflight": 1}}, "--offload-max-inflight"),
