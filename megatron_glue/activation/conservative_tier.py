@@ -10,18 +10,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_glue.activation.tiers import Fence, StoredInput, Tier, Transfer
+from megatron_glue.activation.tiers import Fence, StoredInput, Transfer
+from megatron_glue.activation.wrapped_tier import WrappedTier
 
 
-class ConservativeTier(Tier):
-    """The wrapped tier with a full synchronisation at every hand-over.
-
-    Args:
-        tier: Does the work.
-    """
-
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
+class ConservativeTier(WrappedTier):
+    """The wrapped tier with a full synchronisation at every hand-over."""
 
     def store(self, x: Tensor) -> StoredInput:
         """Wait for compute, copy ``x`` away, wait for the copy."""
@@ -43,10 +37,6 @@ class ConservativeTier(Tier):
         self._tier.synchronize()
         return transfer
 
-    def mark(self) -> Fence:
-        """Return the wrapped tier's fence: it still measures times."""
-        return self._tier.mark()
-
     def wait(self, fence: Fence, buffer: Tensor) -> None:
         """Wait on the host too."""
         self._tier.wait(fence, buffer)
@@ -62,32 +52,6 @@ class ConservativeTier(Tier):
         self._tier.settle()
         self._tier.synchronize()
 
-    def synchronize(self) -> None:
-        """Block the host until compute and all copies issued so far have ended."""
-        self._tier.synchronize()
-
-    def begin_step(self) -> None:
-        """See the wrapped tier."""
-        self._tier.begin_step()
-
-    def elapsed_ms(self, begin: Fence, end: Fence) -> float:
-        """See the wrapped tier."""
-        return self._tier.elapsed_ms(begin, end)
-
-    def close(self) -> None:
-        """See the wrapped tier."""
-        self._tier.close()
-
     def describe(self) -> str:
         """Say that nothing overlaps."""
         return f"{self._tier.describe()} (a full synchronisation at every hand-over, nothing overlaps)"
-
-    @property
-    def requested_bytes(self) -> int:
-        """See the wrapped tier."""
-        return self._tier.requested_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """See the wrapped tier."""
-        return self._tier.held_bytes

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_glue.activation.conservative_tier import ConservativeTier
 from megatron_glue.activation.device_api import CudaDevice, has_integrated_memory
 from megatron_glue.activation.disk_tier import DiskTier
+from megatron_glue.activation.module_offload import ModuleTensors, run_offloaded
 from megatron_glue.activation.offloader import InputOffloader
 from megatron_glue.activation.pinned_tier import PinnedTier
 from megatron_glue.activation.plan import ActivationPlan
@@ -68,17 +69,30 @@ class ActivationManager:
         Raises:
             OSError: The tier is full or cannot be written.
         """
-        if not self._is_recomputed(position) or not torch.is_grad_enabled():
+        is_recomputed = self._is_recomputed(position)
+        if not (is_recomputed or self._plan.offload_modules) or not torch.is_grad_enabled():
             return block(x_TD, context)
-        is_nested = context.decisions is not None or context.is_recompute
+        is_nested = context.decisions is not None or context.is_recompute or context.saved_tensor_regions is not None
         if is_nested or not (x_TD.requires_grad or any(weight.requires_grad for weight in block.parameters())):
             return block(x_TD, context)
         if self._offloader is None:
             return run_recomputed(block, x_TD, context, InputInMemory(x_TD), self._plan.preserve_rng)
+        if not is_recomputed:
+            return self._run_with_modules_offloaded(block, x_TD, context)
         began = self._offloader.statistics.begin_forward()
         kept = self._offloader.store(x_TD, context.micro_batch)
         y_TD = run_recomputed(block, x_TD, context, kept, self._plan.preserve_rng)
         self._offloader.statistics.end_forward(kept.call, began)
+        return y_TD
+
+    def _run_with_modules_offloaded(self, block: nn.Module, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        assert self._offloader is not None
+        plan, statistics = self._plan, self._offloader.statistics
+        call = ModuleTensors(self._offloader, plan.offload_modules, list(block.parameters()), plan.least_offload_bytes)
+        began = statistics.begin_forward()
+        y_TD = run_offloaded(block, x_TD, context, call)
+        if call.claim is not None:
+            statistics.end_forward(call.claim.call, began)
         return y_TD
 
     def _is_recomputed(self, position: int) -> bool:
@@ -139,7 +153,10 @@ class ActivationManager:
     def describe(self) -> str:
         """Say in one line what was chosen. Known in full after the first forward, which shows the size of inputs."""
         if not self._plan.recompute:
-            return "activations: kept"
+            if self._offloader is None:
+                return "activations: kept"
+            modules = ", ".join(sorted(self._plan.offload_modules))
+            return f"activations: kept, those of {modules} offloaded to {self._offloader.describe()}"
         some = "" if self._plan.num_recomputed is None else f" in the first {self._plan.num_recomputed} blocks"
         if self._offloader is None:
             return f"activations: recomputed{some}, block inputs kept on the device"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_glue.activation.double_buffer import ReloadBuffers
+from megatron_glue.activation.grouping_tier import GroupingTier, group
 from megatron_glue.activation.input_order import InputOrder
 from megatron_glue.activation.plan import ActivationPlan
 from megatron_glue.activation.statistics import ActivationStats, BlockCall, StatisticsRecorder
@@ -56,10 +57,11 @@ class InputOffloader:
     """
 
     def __init__(self, plan: ActivationPlan, tier: Tier, num_buffers: int) -> None:
-        self._tier = tier
+        self._tier = GroupingTier(tier)
+        self._pieces: list[StoredInput] = []
         self._statistics = StatisticsRecorder(tier.mark, tier.elapsed_ms, plan.record_timeline)
         self._buffers = ReloadBuffers(
-            tier,
+            self._tier,
             self._statistics,
             num_wanted=num_buffers,
             max_bytes=plan.buffer_size_bytes,
@@ -74,7 +76,25 @@ class InputOffloader:
         Raises:
             OSError: The tier is full or cannot be written.
         """
-        stored = self._tier.store(x)
+        return self._claim(self._tier.store(x), micro_batch)
+
+    def store_piece(self, x: Tensor) -> None:
+        """Send a part of what a block keeps away; ``gather`` makes one input of all parts since the last one.
+
+        Raises:
+            OSError: The tier is full or cannot be written.
+        """
+        self._pieces.append(self._tier.store(x))
+
+    def gather(self, micro_batch: int) -> OffloadedInput | None:
+        """Make one input of the pieces that were stored; None if there are none.
+
+        It is uint8, each piece at a multiple of the page, in the order of storing.
+        """
+        pieces, self._pieces = self._pieces, []
+        return self._claim(group(pieces), micro_batch) if pieces else None
+
+    def _claim(self, stored: StoredInput, micro_batch: int) -> OffloadedInput:
         self._buffers.expect(stored.num_bytes)
         call = BlockCall(micro_batch, self._order.append(micro_batch, stored))
         self._statistics.add_offload(call, stored.num_bytes, stored.transfer)
@@ -110,6 +130,9 @@ class InputOffloader:
         self._tier.settle()
         for stored in self._order.pop_all():
             self._buffers.drop(stored)
+        for piece in self._pieces:
+            self._tier.discard(piece, None)
+        self._pieces.clear()
 
     def close(self) -> None:
         """Free all memory, files and threads. Idempotent."""

@@ -17,6 +17,9 @@ class ActivationPlan:
         recompute: Run each block a second time in backward instead of keeping its intermediate results.
         num_recomputed: Recompute this many blocks of the model part, the first ones; None means all.
         offload: Move the input of a recomputed block off the device until backward.
+        offload_modules: Regions of blocks that are not recomputed whose saved tensors move off the device (see
+            ``module_offload.py``), e.g. ``attn_core``.
+        least_offload_bytes: Smaller saved tensors stay.
         double_buffer: Bring inputs back through two buffers, ahead of backward; False: one buffer, copy then compute.
         offload_dir: Folder of the disk tier; unused on CUDA, where inputs move to host memory.
         buffer_size_bytes: Most bytes that the reload buffers may hold on the device; 0 means no bound.
@@ -34,6 +37,8 @@ class ActivationPlan:
     recompute: bool = False
     num_recomputed: int | None = None
     offload: bool = False
+    offload_modules: frozenset[str] = frozenset()
+    least_offload_bytes: int = 1 << 16
     double_buffer: bool = False
     offload_dir: Path | None = None
     buffer_size_bytes: int = 0
@@ -46,10 +51,13 @@ class ActivationPlan:
     record_timeline: bool = False
 
     def __post_init__(self) -> None:
-        if self.offload and not self.recompute:
+        if self.offload and not self.recompute and not self.offload_modules:
             raise ValueError(
-                "offload=True: the inputs of blocks move away only if blocks are recomputed; set recompute"
+                "offload=True: the inputs of blocks move away only if blocks are recomputed; set recompute, or name "
+                "modules whose saved tensors move"
             )
+        if self.offload_modules and not self.offload:
+            raise ValueError(f"offload_modules={sorted(self.offload_modules)}: nothing is moved; set offload")
         if self.double_buffer and not self.offload:
             raise ValueError("double_buffer=True: buffers bring offloaded inputs back; set offload")
         if self.buffer_size_bytes < 0:

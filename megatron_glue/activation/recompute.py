@@ -90,23 +90,33 @@ def run_recomputed(block: Block, x: Tensor, context: ForwardContext, kept: KeptI
     # Without an input that needs a gradient, nothing would tell when the block's backward ends.
     anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
     with saved_tensors_hooks(call.forget, call.recall):
-        y = block(_BlockInput.apply(x, anchor, call), call.context)
+        y = block(BlockInput.apply(x, anchor, call), call.context)
     if not y.requires_grad:
         call.finish()
     return y
 
 
-class _BlockInput(torch.autograd.Function):
+class EndsWithBackward(Protocol):
+    """Something that one block call keeps until its backward has ended."""
+
+    def finish(self) -> None:
+        """End of the block's backward. May be called again."""
+        ...
+
+
+class BlockInput(torch.autograd.Function):
     """The identity. Its backward runs last in the block's backward: autograd prefers nodes that were made later."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, call: _BlockCall) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, call: EndsWithBackward) -> Tensor:
+        """Return a view of ``x``; ``call`` is told when the block's backward has ended."""
         ctx.set_materialize_grads(False)
         ctx.call = call
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Tell ``call``, and pass the gradient on."""
         ctx.call.finish()
         return grad_outputs[0] if ctx.needs_input_grad[0] else None, None, None
 

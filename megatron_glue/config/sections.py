@@ -32,6 +32,11 @@ def option(default: Any, doc: str, *, flag: str = "", values: dict[str, Any] | N
     return Field(default=default, description=doc, json_schema_extra=extra or None)
 
 
+OFFLOAD_REGIONS = ("attn_core", "mlp_act", "moe_act")
+"""What ``--offload-modules`` can name: attention's kernel and the product behind it, the nonlinearity of a feed-forward
+and the product behind it, the experts of an MoE layer with dispatch and combine."""
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, unknown keys are errors, no silent conversion of strings to numbers."""
 
@@ -293,6 +298,14 @@ class ActivationConfig(Section):
     activation_offload: bool = option(
         False, "Move block inputs off the device; implied by --double-buffer-ckpt, alone: one buffer; off: false."
     )
+    offload_modules: tuple[str, ...] = option(
+        (),
+        "Modules whose tensors for backward move off the device instead of being recomputed: "
+        f"{', '.join(OFFLOAD_REGIONS)}; off: none.",
+    )
+    offload_min_tensor_kb: NonNegativeInt = option(
+        64, "Size below which a tensor of --offload-modules stays on the device, in KiB; off (all move): 0."
+    )
     activation_offload_dir: str | None = option(
         None, "Folder of the disk tier (machines without an accelerator); unset: the run's own folder."
     )
@@ -402,7 +415,7 @@ class RunConfig(Section):
     def recompute(self) -> bool:
         """Whether blocks are recomputed in backward."""
         if self.activation.recompute_granularity == "auto":
-            return self.offload
+            return self.offload and not self.activation.offload_modules
         return self.activation.recompute_granularity == "full"
 
     @property
@@ -412,5 +425,8 @@ class RunConfig(Section):
 
     @property
     def offload(self) -> bool:
-        """Whether block inputs leave the device between forward and backward."""
-        return self.activation.activation_offload or self.accelerator.enable_double_buffer
+        """Whether block inputs, or tensors of chosen modules, leave the device between forward and backward."""
+        activation = self.activation
+        return (
+            activation.activation_offload or bool(activation.offload_modules) or self.accelerator.enable_double_buffer
+        )

@@ -149,12 +149,12 @@ def schedule_problems(config: RunConfig, world_size: int) -> Iterator[ConfigErro
         yield ConfigError(
             flag_of("pipeline_schedule"), schedule, "runs one stage per rank", "use interleaved for virtual stages"
         )
-    if schedule == "zb" and config.recompute:
+    if schedule == "zb" and (config.recompute or config.offload):
         yield ConfigError(
             flag_of("pipeline_schedule"),
             schedule,
-            "computes the gradients of activations and weights in two passes, and recomputed blocks allow one",
-            "turn recompute and offload (--double-buffer-ckpt) off, or use 1f1b or interleaved",
+            "computes gradients of activations and weights in two passes; recomputed and offloaded blocks allow one",
+            "turn recompute and offload off, or use 1f1b or interleaved",
         )
     split = parallel.ranks_per_replica
     packs = training.micro_batch_size * (world_size // split)

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.layout_rules import LAYOUT_RULES, Rule, layout_warnings
-from megatron_glue.config.sections import ActivationConfig, MoEConfig, RunConfig
+from megatron_glue.config.sections import OFFLOAD_REGIONS, ActivationConfig, MoEConfig, RunConfig
 
 
 def validate(config: RunConfig, world_size: int, device_type: str | None = None) -> list[str]:
@@ -198,7 +198,8 @@ def _recompute(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
             "recomputes a number of blocks, and none is given",
             "give --recompute-num-layers",
         )
-    if config.activation.recompute_granularity != "none":
+    yield from _offload_modules(config)
+    if activation.recompute_granularity != "none" or activation.offload_modules:
         return
     for field, is_on in (
         ("enable_double_buffer", config.accelerator.enable_double_buffer),
@@ -211,6 +212,20 @@ def _recompute(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
                 "block inputs leave the device only when blocks are recomputed from them",
                 "drop --recompute-granularity none, or turn this off",
             )
+
+
+def _offload_modules(config: RunConfig) -> Iterator[ConfigError]:
+    modules = config.activation.offload_modules
+    for module in modules:
+        if module not in OFFLOAD_REGIONS:
+            yield _error("offload_modules", module, "no module of that name", f"use {', '.join(OFFLOAD_REGIONS)}")
+    if modules and config.recompute and config.num_recomputed_blocks is None:
+        yield _error(
+            "offload_modules",
+            " ".join(modules),
+            "every block is recomputed, so no module keeps tensors for backward",
+            "drop --recompute-granularity full, or recompute some blocks with --recompute-method block",
+        )
 
 
 def _name(config: RunConfig, world_size: int) -> Iterator[ConfigError]:

@@ -148,17 +148,19 @@ class PackedAttention(nn.Module):
         """
         shape, sequence = self.shape, context.sequence
         metadata = self._metadata_cache.for_sequence(sequence, shape.window)
-        out_THC = self._kernel(
-            *self._project(x_TD, context),
-            metadata,
-            window=shape.window,
-            scale=shape.head_dim**-0.5,
-            dropout=self._dropout(context),
-        )
+        projected = self._project(x_TD, context)
         out_bias_D = None if self.out_bias is None else local(self.out_bias, x_TD.dtype)
-        return row_linear(
-            out_THC.flatten(1), local(self.out_weight, x_TD.dtype), out_bias_D, self._tensor_parallel, self._matmul
-        )
+        out_weight = local(self.out_weight, x_TD.dtype)
+        # The kernel's output is kept by the product behind it too, so both are one region.
+        with context.region("attn_core", out_weight):
+            out_THC = self._kernel(
+                *projected,
+                metadata,
+                window=shape.window,
+                scale=shape.head_dim**-0.5,
+                dropout=self._dropout(context),
+            )
+            return row_linear(out_THC.flatten(1), out_weight, out_bias_D, self._tensor_parallel, self._matmul)
 
     def _project(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, H, C], k and v [T, G, C], normalised and rotated."""

@@ -66,7 +66,7 @@ class FeedForward(nn.Module):
 
         Args:
             x_TD: Normalised residual stream.
-            context: Not looked at; every feed-forward is called alike.
+            context: The micro-batch.
 
         Returns:
             [T, D].
@@ -75,11 +75,11 @@ class FeedForward(nn.Module):
         hidden_TG = column_linear(
             x_TD, local(self.gate_up_weight, x_TD.dtype).flatten(0, 1), bias_G, self._tensor_parallel, self._matmul
         )
-        hidden_TF = swiglu(hidden_TG) if self._gated else F.gelu(hidden_TG, approximate="tanh")
         down_bias_D = None if self.down_bias is None else local(self.down_bias, x_TD.dtype)
-        return row_linear(
-            hidden_TF, local(self.down_weight, x_TD.dtype), down_bias_D, self._tensor_parallel, self._matmul
-        )
+        down_weight_DF = local(self.down_weight, x_TD.dtype)
+        with context.region("mlp_act", down_weight_DF):
+            hidden_TF = swiglu(hidden_TG) if self._gated else F.gelu(hidden_TG, approximate="tanh")
+            return row_linear(hidden_TF, down_weight_DF, down_bias_D, self._tensor_parallel, self._matmul)
 
 
 def build_feed_forward(

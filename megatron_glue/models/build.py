@@ -232,6 +232,8 @@ def build_activation_manager(config: RunConfig, place: BuildPlace, *, num_parts:
         recompute=config.recompute,
         num_recomputed=config.num_recomputed_blocks,
         offload=config.offload,
+        offload_modules=frozenset(config.activation.offload_modules),
+        least_offload_bytes=config.activation.offload_min_tensor_kb << 10,
         double_buffer=config.accelerator.enable_double_buffer,
         offload_dir=place.offload_dir if config.offload else None,
         buffer_size_bytes=config.accelerator.buffer_size_mb * 2**20 // num_parts,

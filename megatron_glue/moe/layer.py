@@ -108,7 +108,8 @@ class MoELayer(nn.Module):
             dispatch.send()
         if is_overlapped:
             shared_TD = self._run_shared(x_TD, valid_TD, context)
-        out_TD = self._run_experts(valid_TD, routing) if dispatch is None else dispatch.run(self._split_experts)
+        with context.region("moe_act"):
+            out_TD = self._run_experts(valid_TD, routing) if dispatch is None else dispatch.run(self._split_experts)
         if shared_TD is not None:
             out_TD = out_TD + shared_TD
         balance_counts = saved.balance_counts if saved else counting.wait() if counting else None

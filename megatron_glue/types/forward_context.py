@@ -8,6 +8,8 @@ Shape suffixes: E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +72,8 @@ class ForwardContext:
         router_log: List that MoE layers append a :class:`RouterRecord` to, in forward only; ``None`` to log nothing.
         residual_rows: Rows of the layout that the residual stream holds on this rank, under sequence parallelism;
             ``None`` for all.
+        saved_tensor_regions: Returns the context manager of a named stretch of a layer's forward that uses some
+            weights; tensors that autograd saves inside may be kept elsewhere. ``None``: autograd keeps them.
     """
 
     sequence: PackedSequence
@@ -81,3 +85,15 @@ class ForwardContext:
     is_recompute: bool = False
     router_log: list[RouterRecord] | None = field(default=None, repr=False)
     residual_rows: slice | None = None
+    saved_tensor_regions: Callable[[str, Sequence[Tensor]], AbstractContextManager[Any]] | None = field(
+        default=None, repr=False
+    )
+
+    def region(self, name: str, *weights: Tensor) -> AbstractContextManager[Any]:
+        """Enter a named stretch of a layer's forward, whose saved tensors may be offloaded (``--offload-modules``).
+
+        Args:
+            name: One of the names in ``config.sections.OFFLOAD_REGIONS``.
+            weights: Used inside; they stay where they are.
+        """
+        return nullcontext() if self.saved_tensor_regions is None else self.saved_tensor_regions(name, weights)

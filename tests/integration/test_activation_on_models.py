@@ -23,6 +23,23 @@ TECHNIQUES = {
         "activation": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     },
     "offload": {"activation": {"activation_offload": True, "activation_debug_poison": True}},
+    "modules offloaded": {
+        "activation": {
+            "offload_modules": ("attn_core", "mlp_act", "moe_act"),
+            "offload_min_tensor_kb": 0,
+            "activation_debug_poison": True,
+        }
+    },
+    "first block recomputed, modules of the others offloaded": {
+        "activation": {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 1,
+            "offload_modules": ("attn_core",),
+            "offload_min_tensor_kb": 1,
+        },
+        "training": {"accelerator": {"enable_double_buffer": True}},
+    },
     "double buffer": {"training": {"accelerator": {"enable_double_buffer": True, "enable_metadata_cache": True}}},
 }
 
@@ -47,6 +64,9 @@ def run(sections: dict, folder: Path) -> tuple[list[torch.Tensor | None], list[l
         loss = built.model(PackedBatch(ids_T, labels_T, sequence, 57), context)
         built.activation.managers[0].end_forward()
         loss.backward()
+    stats = built.activation.stats()
+    assert (stats.num_offloads > 0) == config.offload
+    assert stats.num_reloads == stats.num_offloads
     built.activation.close()
     return [param.grad for param in built.model.parameters()], [record.counts_E.tolist() for record in log]
 

@@ -220,7 +220,7 @@ def test_failed_disk_surfaces_once_in_the_training_thread(tmp_path, monkeypatch)
         def fail(source, offset):
             raise OSError(28, "activations cannot be offloaded to this folder (No space left on device)", str(tmp_path))
 
-        monkeypatch.setattr(manager._offloader._tier._file, "write", fail)
+        monkeypatch.setattr(manager._offloader._tier._tier._file, "write", fail)
         with pytest.raises(OSError, match=r"No space left.*" + str(tmp_path)):
             run_forward(manager, blocks, x).sum().backward()
         monkeypatch.undo()

@@ -22,6 +22,16 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "--num-layers 4",
     ),
     (
+        "zb with offloaded modules",
+        {
+            "parallel": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb"},
+            "activation": {"offload_modules": ("attn_core",)},
+        },
+        2,
+        "--pipeline-schedule",
+        "offloaded blocks allow one",
+    ),
+    (
         "zb recomputed",
         {
             "parallel": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb"},

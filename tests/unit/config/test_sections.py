@@ -78,6 +78,9 @@ def test_what_double_buffer_and_offload_imply() -> None:
     offload = RunConfig(activation=ActivationConfig(activation_offload=True))
     assert offload.offload
     assert offload.recompute
+    modules = RunConfig(activation=ActivationConfig(offload_modules=("attn_core",)))
+    assert modules.offload
+    assert not modules.recompute
     recompute = RunConfig(activation=ActivationConfig(recompute_granularity="full"))
     assert recompute.recompute
     assert not recompute.offload

@@ -94,6 +94,20 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "share one kept input",
     ),
     (
+        "unknown module to offload",
+        {"activation": {"offload_modules": ("attention",)}},
+        1,
+        "--offload-modules",
+        "no module of that name",
+    ),
+    (
+        "modules of recomputed blocks offloaded",
+        {"activation": {"offload_modules": ("attn_core",), "recompute_granularity": "full"}},
+        1,
+        "--offload-modules",
+        "every block is recomputed",
+    ),
+    (
         "block without a number",
         {"activation": {"recompute_granularity": "full", "recompute_method": "block"}},
         1,
