@@ -22,7 +22,6 @@ from megatron_glue.config.section import (
     option,
 )
 
-
 OFFLOAD_REGIONS = ("attn_core", "mlp_act", "moe_act")
 """What ``--offload-modules`` can name: attention's kernel and the product behind it, the nonlinearity of a feed-forward
 and the product behind it, the experts of an MoE layer with dispatch and combine."""
