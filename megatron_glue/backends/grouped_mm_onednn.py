@@ -1,21 +1,32 @@
-"""Grouped products on a CPU: one product of ``backends/matmul_onednn.py`` per expert, forward and for each gradient.
+"""Grouped products on a CPU: one product of oneDNN per expert, forward and for each gradient.
 
-On a CPU torch's ``grouped_mm`` is such a loop too, over MKL's products. There is no device to wait for: the offsets are
-host memory.
+On a CPU torch's ``grouped_mm`` is such a loop too, over MKL's products. Here each core takes some experts whole. There
+is no device to wait for: the offsets are host memory.
 
-Shape suffixes: R received rows, D input width, F output width, e local experts.
+oneDNN compiles a kernel for every shape and keeps the last thousand or so. An expert has another number of rows in
+every step, so without care kernels are compiled all the time and take hundreds of MiB. Numbers of rows are therefore
+rounded up to a few per octave: a product also multiplies some rows of the experts behind it, which are cut off, and a
+gradient of a weight multiplies them with zeros.
+
+Shape suffixes: R received rows, r rows of one expert, D input width, F output width, e local experts; M, N, K of a
+product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_glue.backends.core_pool import CorePool
 from megatron_glue.ops.matmul import MatMul
+
+_SIZES_PER_OCTAVE = 4
+_SMALLEST_STEP = 32
 
 
 class GroupedMMOnCpu:
@@ -27,65 +38,108 @@ class GroupedMMOnCpu:
 
     def __init__(self, matmul: MatMul) -> None:
         self._matmul = matmul
+        self._pool = CorePool()
 
     def __call__(self, x_RD: Tensor, weight_eDF: Tensor, offsets_e: Tensor, *, zero_tail: bool = False) -> Tensor:
         """See :class:`megatron_glue.backends.grouped_mm.GroupedMM`; the tail is zeros, asked for or not."""
-        return _GroupedMM.apply(x_RD, weight_eDF, offsets_e, self._matmul)
+        return _GroupedMM.apply(x_RD, weight_eDF, offsets_e, self._matmul, self._pool)
 
 
-def _groups(offsets_e: Tensor) -> list[tuple[int, slice]]:
-    """Each expert that has rows, and its rows."""
-    ends = offsets_e.numpy()
-    starts = [0, *ends[:-1]]
-    return [(e, slice(start, end)) for e, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+def padded_rows(num_rows: int) -> int:
+    """Round a number of rows up to one of a few sizes.
+
+    Args:
+        num_rows: At least 1.
+
+    Returns:
+        A multiple of 32, at most a quarter above ``num_rows`` or the next multiple of 32.
+    """
+    octave = 1 << (num_rows - 1).bit_length()
+    step = max(_SMALLEST_STEP, octave // (2 * _SIZES_PER_OCTAVE))
+    return -(-num_rows // step) * step
 
 
-def _joined(parts: list[Tensor], num_rows: int, width: int, like: Tensor) -> Tensor:
-    """The experts' rows back to back, and zeros behind them."""
-    num_missing = num_rows - sum(part.shape[0] for part in parts)
-    if num_missing or not parts:
-        parts = [*parts, like.new_zeros(num_missing, width)]
-    return torch.cat(parts)
+class _Groups:
+    """Rows of each expert that has any.
+
+    Args:
+        offsets_e: End row of each expert, host memory.
+    """
+
+    def __init__(self, offsets_e: Tensor) -> None:
+        ends = [int(end) for end in offsets_e.numpy()]
+        starts = [0, *ends[:-1]]
+        self._num_rows = ends[-1]
+        self._rows = [(e, start, end) for e, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+        self._idle = [e for e, (start, end) in enumerate(zip(starts, ends, strict=True)) if end == start]
+
+    def multiply(
+        self, x_RK: Tensor, weight_eKN: Tensor, product: Callable[[Tensor, Tensor], Tensor], pool: CorePool
+    ) -> Tensor:
+        """Each expert's rows times its weight, [R, N]; zeros past the last offset."""
+        out_RN = x_RK.new_empty(x_RK.shape[0], weight_eKN.shape[2])
+        out_RN[self._num_rows :] = 0.0
+
+        def multiply_one(e: int, start: int, end: int) -> None:
+            padded_rN = product(x_RK[start : self._stop(start, end)], weight_eKN[e])
+            out_RN[start:end] = padded_rN[: end - start]
+
+        self._for_each(multiply_one, pool)
+        return out_RN
+
+    def gradients(self, x_RD: Tensor, grad_RF: Tensor, weight_eDF: Tensor, matmul: MatMul, pool: CorePool) -> Tensor:
+        """Each expert's x^T grad, in the memory order of the weights; zeros for an expert without rows."""
+        grad_eDF = torch.empty_like(weight_eDF)
+        for e in self._idle:
+            grad_eDF[e].zero_()
+
+        def multiply_one(e: int, start: int, end: int) -> None:
+            stop = self._stop(start, end)
+            x_rD, grad_rF = x_RD[start:stop], grad_RF[start:stop]
+            if x_rD.shape[1] <= grad_rF.shape[1]:
+                grad_eDF[e].copy_(matmul.nn(_transposed(x_rD, end - start), grad_rF))
+            else:
+                grad_eDF[e].t().copy_(matmul.nn(_transposed(grad_rF, end - start), x_rD))
+
+        self._for_each(multiply_one, pool)
+        return grad_eDF
+
+    def _for_each(self, function: Callable[[int, int, int], None], pool: CorePool) -> None:
+        pool.run([partial(function, *group) for group in self._rows], [end - start for _, start, end in self._rows])
+
+    def _stop(self, start: int, end: int) -> int:
+        """The end of an expert's padded rows; its own where padding would pass the last offset."""
+        stop = start + padded_rows(end - start)
+        return stop if stop <= self._num_rows else end
+
+
+def _transposed(rows_rX: Tensor, num_own: int) -> Tensor:
+    """Rows as columns, those of other experts as zeros."""
+    if num_own == rows_rX.shape[0]:
+        return rows_rX.t().contiguous()
+    columns_Xr = rows_rX.new_zeros(rows_rX.shape[1], rows_rX.shape[0])
+    columns_Xr[:, :num_own] = rows_rX[:num_own].t()
+    return columns_Xr
 
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, weight_eDF: Tensor, offsets_e: Tensor, matmul: MatMul) -> Tensor:
-        ctx.matmul = matmul
+    def forward(
+        ctx: Any, x_RD: Tensor, weight_eDF: Tensor, offsets_e: Tensor, matmul: MatMul, pool: CorePool
+    ) -> Tensor:
+        ctx.matmul, ctx.pool = matmul, pool
         ctx.save_for_backward(x_RD, weight_eDF, offsets_e)
-        parts = [matmul.nn(x_RD[rows], weight_eDF[e]) for e, rows in _groups(offsets_e)]
-        return _joined(parts, x_RD.shape[0], weight_eDF.shape[2], x_RD)
+        return _Groups(offsets_e).multiply(x_RD, weight_eDF, matmul.nn, pool)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        matmul: MatMul = ctx.matmul
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, weight_eDF, offsets_e = ctx.saved_tensors
-        grad_RF, groups = grad_outputs[0], _groups(offsets_e)
+        (grad_RF,) = grad_outputs
+        groups = _Groups(offsets_e)
         grad_x_RD = grad_weight_eDF = None
         if ctx.needs_input_grad[0]:
-            parts = [matmul.nt(grad_RF[rows], weight_eDF[e]) for e, rows in groups]
-            grad_x_RD = _joined(parts, x_RD.shape[0], x_RD.shape[1], x_RD)
+            grad_x_RD = groups.multiply(grad_RF, weight_eDF.transpose(1, 2), ctx.matmul.nn, ctx.pool)
         if ctx.needs_input_grad[1]:
-            grad_weight_eDF = _gradients_of_weights(x_RD, grad_RF, weight_eDF, groups, matmul.tn)
-        return grad_x_RD, grad_weight_eDF, None, None
-
-
-def _gradients_of_weights(
-    x_RD: Tensor,
-    grad_RF: Tensor,
-    weight_eDF: Tensor,
-    groups: list[tuple[int, slice]],
-    product: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Stacked gradients in the memory order of the weights, zero for experts without rows."""
-    grad_eDF = torch.empty_like(weight_eDF)
-    is_transposed = weight_eDF.stride(1) < weight_eDF.stride(2)
-    for e, rows in groups:
-        if is_transposed:
-            grad_eDF[e].t().copy_(product(grad_RF[rows], x_RD[rows]))
-        else:
-            grad_eDF[e].copy_(product(x_RD[rows], grad_RF[rows]))
-    for e in set(range(weight_eDF.shape[0])) - {e for e, _ in groups}:
-        grad_eDF[e].zero_()
-    return grad_eDF
+            grad_weight_eDF = groups.gradients(x_RD, grad_RF, weight_eDF, ctx.matmul, ctx.pool)
+        return grad_x_RD, grad_weight_eDF, None, None, None

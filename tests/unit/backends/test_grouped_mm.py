@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megatron_glue.backends.grouped_mm import GroupedMMLoop, GroupedMMWithReads, grouped_mm_torch, reads_offsets
-from megatron_glue.backends.grouped_mm_onednn import GroupedMMOnCpu
+from megatron_glue.backends.grouped_mm_onednn import GroupedMMOnCpu, padded_rows
 from megatron_glue.backends.matmul_onednn import OnednnMatMul
 from megatron_glue.ops.host_reader import HostReader
 from tests.support.operator_watch import OperatorWatch
@@ -132,3 +132,34 @@ def test_evaluation_counts_one_read():
     with torch.no_grad():
         GroupedMMWithReads(reader)(torch.randn(6, 8), torch.randn(3, 8, 4, requires_grad=True), torch.tensor([2, 2, 6]))
     assert reader.count == 1
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_rows_of_other_experts_that_pad_a_product_change_nothing(num_threads):
+    """Uneven experts, their neighbours full of large numbers; the same bits on any number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        ends = [3, 40, 40, 175, 176, 300]
+        x = torch.randn(310, 16)
+        x[40:175] *= 1e6
+        x[300:] = float("nan")
+        x.requires_grad_()
+        weight = torch.randn(6, 16, 8, requires_grad=True)
+        y = BACKENDS["onednn"](x, weight, torch.tensor(ends))
+        assert_close(y[:300], by_hand(x, weight, ends))
+        probe = torch.randn(310, 8)
+        probe[300:] = float("nan")
+        grads = torch.autograd.grad(y, (x, weight), probe)
+        expected = torch.autograd.grad(by_hand(x, weight, ends), (x, weight), probe[:300])
+        assert_close(grads[0][:300], expected[0][:300])
+        for own, wanted in zip(grads[1], expected[1], strict=True):
+            assert_close(own, wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_numbers_of_rows_come_in_few_sizes():
+    sizes = {padded_rows(n) for n in range(1, 4097)}
+    assert len(sizes) <= 24
+    assert all(n <= padded_rows(n) <= max(n + n // 4, -(-n // 32) * 32) for n in range(1, 4097))

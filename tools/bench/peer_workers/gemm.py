@@ -1,7 +1,8 @@
 """A worker that does nothing but the matrix products of one training step: the machine's rate on the model's shapes.
 
-Forward, gradient of the input and gradient of the weight of each linear map, into memory that is there already. Experts
-get equal shares of the rows, one product each. Attention's products are not among them.
+Forward, gradient of the input and gradient of the weight of each linear map. Experts get equal shares of the rows, one
+product each. Attention's products are not among them. Variant ``torch``: ``torch.mm`` into memory that is there
+already; ``auto``: the products that ``--matmul-backend auto`` takes on this machine.
 
 Shape suffixes: T rows, I input width, O output width.
 """
@@ -11,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from protocol import BenchSpec, serve
 
 
 def products(spec: BenchSpec) -> list[tuple[int, int, int, int]]:
-    """List the linear maps of one step as (number of alike maps, T, I, O)."""
+    """List the linear maps of one step and process as (number of alike maps, T, I, O)."""
     num_tokens, width, layers = spec.num_tokens, spec.hidden_size, spec.num_layers
     maps = [
         (layers, num_tokens, width, 3 * width),
@@ -32,13 +32,28 @@ def products(spec: BenchSpec) -> list[tuple[int, int, int, int]]:
 
 
 def num_flops(spec: BenchSpec) -> int:
-    """Floating-point operations of these products, forward and backward."""
-    return sum(6 * count * rows * inner * outer for count, rows, inner, outer in products(spec))
+    """Floating-point operations of these products, forward and backward, of all processes."""
+    return spec.world_size * sum(6 * count * rows * inner * outer for count, rows, inner, outer in products(spec))
+
+
+def num_attention_flops(spec: BenchSpec) -> int:
+    """Those of causal attention, of all processes: half of each document's square, twice in forward, five times back.
+
+    Documents have the mean length of their range.
+    """
+    length = spec.row_tokens if spec.document_tokens is None else sum(spec.document_tokens) // 2
+    return spec.world_size * spec.num_layers * 7 * spec.num_tokens * length * spec.hidden_size
 
 
 def build(spec: BenchSpec, rank: int) -> tuple[Callable[[], float], dict[str, Any]]:
     """Allocate operands. See :func:`protocol.serve`."""
+    import torch
+
+    from megatron_glue.backends.registry import resolve
+    from megatron_glue.config.sections import BackendConfig
+
     torch.set_num_threads(spec.num_threads)
+    matmul = resolve(BackendConfig(), "cpu", torch.float32, head_dim=spec.hidden_size // spec.num_heads).matmul
     operands = []
     for count, rows, inner, outer in products(spec):
         x_TI, weight_OI, y_TO = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(rows, outer)
@@ -48,9 +63,14 @@ def build(spec: BenchSpec, rank: int) -> tuple[Callable[[], float], dict[str, An
     def step() -> float:
         for count, x_TI, weight_OI, y_TO, (out_TO, grad_TI, grad_OI) in operands:
             for _ in range(count):
-                torch.mm(x_TI, weight_OI.t(), out=out_TO)
-                torch.mm(y_TO, weight_OI, out=grad_TI)
-                torch.mm(y_TO.t(), x_TI, out=grad_OI)
+                if spec.variant == "torch":
+                    torch.mm(x_TI, weight_OI.t(), out=out_TO)
+                    torch.mm(y_TO, weight_OI, out=grad_TI)
+                    torch.mm(y_TO.t(), x_TI, out=grad_OI)
+                else:
+                    matmul.nt(x_TI, weight_OI)
+                    matmul.nn(y_TO, weight_OI)
+                    matmul.tn(y_TO, x_TI)
         return 0.0
 
     return step, {"version": f"torch {torch.__version__}", "num_parameters": 0}

@@ -41,7 +41,8 @@ def build(spec: BenchSpec, rank: int) -> tuple[Callable[[], float], dict[str, An
     session = session_over_batches(config, mesh, device, GivenData(spec.vocab_size, batches), folder)
 
     def step() -> float:
-        return float(train_step(session).loss)
+        # Each rank has its share of the mean over all.
+        return float(train_step(session).loss) * mesh.dp_size
 
     num_parameters = sum(parameter.numel() for parameter in session.engine.module.parameters())
     return step, {"version": f"megatron_glue {megatron_glue.__version__}", "num_parameters": num_parameters}

@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from megatron_glue.backends.core_pool import CorePool, share_out
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_all_pieces_run_once_and_torch_keeps_its_threads(num_threads):
+    pool, counts = CorePool(), [0] * 20
+
+    def piece(index):
+        counts[index] += 1
+        assert not torch.is_grad_enabled()
+
+    for _ in range(2):
+        pool.run([lambda index=index: piece(index) for index in range(20)], [1] * 20)
+    assert counts == [2] * 20
+    assert torch.get_num_threads() == num_threads
+    pool.run([], [])
+
+
+def test_each_thread_of_several_computes_on_one_core():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = []
+        CorePool().run([lambda: found.append(torch.get_num_threads())] * 2, [1, 1])
+        assert found == [1, 1]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_may_change():
+    before = torch.get_num_threads()
+    pool, done = CorePool(), []
+    try:
+        for num_threads in (2, 3, 1):
+            torch.set_num_threads(num_threads)
+            pool.run([lambda: done.append(0)] * 4, [1] * 4)
+        assert len(done) == 12
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_reaches_the_caller(num_threads):
+    def fail():
+        raise ValueError("a piece")
+
+    with pytest.raises(ValueError, match="a piece"):
+        CorePool().run([fail, lambda: None], [1, 1])
+
+
+def test_shares_cost_alike():
+    costs = [7, 1, 1, 1, 4, 5, 1]
+    shares = share_out(costs, 2)
+    assert sorted(index for share in shares for index in share) == list(range(7))
+    assert [sum(costs[index] for index in share) for share in shares] == [10, 10]
