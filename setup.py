@@ -15,6 +15,9 @@ EXTRAS = {
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
+# Not in "all": it is built against the installed torch and CUDA, pip install --no-build-isolation 'megatron_glue[te]'.
+# NVIDIA apex has no extra: it is not on PyPI, and the package of that name there is another project (docs/backends.md).
+EXTRAS["te"] = ["transformer-engine[pytorch]>=2.10"]
 
 setup(
     name="megatron-glue",

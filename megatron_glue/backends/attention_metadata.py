@@ -246,6 +246,7 @@ METADATA_BUILDERS: dict[str, MetadataBuilder] = {
     "varlen": build_varlen,
     "dense": build_dense,
     "flex": build_flex,
+    "te": build_varlen,
 }
 
 # Layouts whose metadata holds the window; in the others it is an argument of the kernel.

@@ -11,6 +11,7 @@ Shape suffixes: D normalised width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,19 @@ class LayerNormKernel(Protocol):
     def __call__(self, x: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float) -> Tensor:
         """Return the standardised last dim times weight plus bias; same shape and dtype as ``x``."""
         ...
+
+
+@dataclass(frozen=True)
+class NormKernels:
+    """What a backend of the role ``norm`` brings.
+
+    Attributes:
+        rms_norm: RMSNorm.
+        layer_norm: LayerNorm.
+    """
+
+    rms_norm: RMSNormKernel
+    layer_norm: LayerNormKernel
 
 
 def rms_norm_torch(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:

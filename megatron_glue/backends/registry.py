@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from megatron_glue.backends.apex import layer_norm_apex, rms_norm_apex, why_not_apex_norm, why_not_apex_optimizer
 from megatron_glue.backends.attention import AttentionKernel
 from megatron_glue.backends.attention_dense import dense_attention
 from megatron_glue.backends.attention_flex import flex_attention
@@ -29,9 +30,26 @@ from megatron_glue.backends.grouped_mm import (
 )
 from megatron_glue.backends.grouped_mm_onednn import GroupedMMOnCpu
 from megatron_glue.backends.matmul_onednn import OnednnMatMul, is_intel_processor, why_not_onednn
-from megatron_glue.backends.norm import LayerNormKernel, RMSNormKernel, layer_norm_torch, rms_norm_cpu, rms_norm_torch
+from megatron_glue.backends.norm import (
+    LayerNormKernel,
+    NormKernels,
+    RMSNormKernel,
+    layer_norm_torch,
+    rms_norm_cpu,
+    rms_norm_torch,
+)
 from megatron_glue.backends.permutation import TORCH_PERMUTATION, RowPermutation
 from megatron_glue.backends.router import RouterKernel
+from megatron_glue.backends.transformer_engine import (
+    TransformerEngineAttention,
+    TransformerEngineMatMul,
+    layer_norm_te,
+    rms_norm_te,
+    why_not_te_attention,
+    why_not_te_matmul,
+    why_not_te_norm,
+    why_not_te_optimizer,
+)
 from megatron_glue.backends.triton.availability import why_not_by_itself, why_not_triton
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
@@ -97,7 +115,7 @@ class Backends:
         grouping: ``numpy``, ``torch`` or a function, for ``ops.grouping.group_tokens``.
         permutation: Rows into expert order and back.
         router: Choice and weights from logits; ``None`` for the router's own operators.
-        optimizer: ``fused`` or ``foreach``.
+        optimizer: ``fused``, ``foreach``, ``apex`` or ``te``.
         choices: (role, name, reason) of each choice.
         context_layout: How attention meets the tokens of other context-parallel ranks, ``gather`` or ``ring``; empty if
             no sequence is split. ``attention_context.py`` sets it.
@@ -141,6 +159,10 @@ def _why_not_varlen(needs: Needs) -> str:
         return "this machine or this build of torch has no CUDA device"
     major, minor = torch.cuda.get_device_capability(needs.device)
     return "" if major >= 8 else f"its kernel needs compute capability 8.0, this device has {major}.{minor}"
+
+
+def _why_not_te_attention(needs: Needs) -> str:
+    return why_not_te_attention(needs.device, needs.dtype, needs.head_dim, needs.attention_dropout)
 
 
 def _why_not_flex(needs: Needs) -> str:
@@ -208,20 +230,44 @@ def _triton_entry(role: str, load: Callable[[Needs, HostReader], Kernel]) -> Ent
     )
 
 
-# In the order in which ``auto`` tries them.
+def _only_by_name(_needs: Needs) -> str:
+    return "taken only by name"
+
+
+# In the order in which ``auto`` tries them. It does not try te and apex: no measurement of this project says that they
+# are faster, and even asking means importing them, which takes seconds.
 _ATTENTION: tuple[Entry[AttentionKernel], ...] = (
     Entry("varlen", lambda *_: varlen_attention, _why_not_varlen),
     Entry("segments", lambda *_: segments_attention, _nothing),
     Entry("flex", lambda *_: flex_attention, _why_not_flex),
     Entry("dense", lambda *_: dense_attention, _nothing),
+    Entry("te", lambda *_: TransformerEngineAttention(), _why_not_te_attention, why_not_auto=_only_by_name),
 )
-_NORM: tuple[Entry[RMSNormKernel], ...] = (
-    Entry("cpu", lambda *_: rms_norm_cpu, _why_not_norm_cpu),
-    Entry("torch", lambda *_: rms_norm_torch, _nothing),
+_NORM: tuple[Entry[NormKernels], ...] = (
+    Entry("cpu", lambda *_: NormKernels(rms_norm_cpu, layer_norm_torch), _why_not_norm_cpu),
+    Entry("torch", lambda *_: NormKernels(rms_norm_torch, layer_norm_torch), _nothing),
+    Entry(
+        "te",
+        lambda *_: NormKernels(rms_norm_te, layer_norm_te),
+        lambda needs: why_not_te_norm(needs.device, needs.dtype),
+        why_not_auto=_only_by_name,
+    ),
+    Entry(
+        "apex",
+        lambda *_: NormKernels(rms_norm_apex, layer_norm_apex),
+        lambda needs: why_not_apex_norm(needs.device, needs.dtype),
+        why_not_auto=_only_by_name,
+    ),
 )
 _MATMUL: tuple[Entry[MatMul], ...] = (
     Entry("onednn", lambda *_: OnednnMatMul(), _why_not_onednn, why_not_auto=_why_not_onednn_by_itself),
     Entry("torch", lambda *_: TORCH_MATMUL, _nothing),
+    Entry(
+        "te",
+        lambda *_: TransformerEngineMatMul(),
+        lambda needs: why_not_te_matmul(needs.device, needs.dtype),
+        why_not_auto=_only_by_name,
+    ),
 )
 _GROUPED_MM: tuple[Entry[GroupedMM], ...] = (
     Entry(
@@ -249,6 +295,8 @@ _ROUTER: tuple[Entry[RouterKernel | None], ...] = (
 _OPTIMIZER: tuple[Entry[str], ...] = (
     Entry("fused", lambda *_: "fused", _why_not_fused),
     Entry("foreach", lambda *_: "foreach", _nothing),
+    Entry("te", lambda *_: "te", lambda needs: why_not_te_optimizer(needs.device), why_not_auto=_only_by_name),
+    Entry("apex", lambda *_: "apex", lambda needs: why_not_apex_optimizer(needs.device), why_not_auto=_only_by_name),
 )
 
 
@@ -307,11 +355,12 @@ def resolve(
     permutation, permutation_reason = _choose("permutation_backend", config.permutation_backend, _PERMUTATION, needs)
     router, router_reason = _choose("router_backend", config.router_backend, _ROUTER, needs)
     optimizer, optimizer_reason = _choose("optimizer_backend", config.optimizer_backend, _OPTIMIZER, needs)
+    norms = norm.load(needs, reader)
     return Backends(
         attention=attention.load(needs, reader),
         attention_layout=attention.name,
-        rms_norm=norm.load(needs, reader),
-        layer_norm=layer_norm_torch,
+        rms_norm=norms.rms_norm,
+        layer_norm=norms.layer_norm,
         matmul=matmul.load(needs, reader),
         grouped_mm=grouped_mm.load(needs, reader),
         grouping=grouping.load(needs, reader),

@@ -214,6 +214,9 @@ def _deepspeed(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
                 yield _error(field, size, "not available with DeepSpeed", "set it to 1, or use ddp or fsdp2")
         if parallel.zero_stage == 3 and config.moe.num_experts:
             yield _error("zero_stage", 3, "DeepSpeed cannot split experts at this stage", "use stage 0, 1 or 2")
+        if (backend := config.backend.optimizer_backend) in ("te", "apex"):
+            reason = "DeepSpeed drives torch's optimizer only"
+            yield _error("optimizer_backend", backend, reason, "use auto, fused or foreach")
         return
     if parallel.deepspeed_config is not None:
         yield _error(

@@ -202,17 +202,19 @@ class ActivationConfig(Section):
 class BackendConfig(Section):
     """Which kernel serves each role. ``auto`` takes the first that works on this machine."""
 
-    attention_backend: Literal["auto", "segments", "varlen", "flex", "dense"] = option("auto", "Packed attention.")
-    norm_backend: Literal["auto", "torch", "cpu"] = option("auto", "RMSNorm and LayerNorm.")
+    attention_backend: Literal["auto", "segments", "varlen", "flex", "dense", "te"] = option(
+        "auto", "Packed attention; te: Transformer Engine."
+    )
+    norm_backend: Literal["auto", "torch", "cpu", "te", "apex"] = option("auto", "RMSNorm and LayerNorm.")
     grouped_mm_backend: Literal["auto", "torch", "onednn", "loop"] = option(
         "auto", "Product of grouped rows and expert weights; onednn: for fp32 on a CPU."
     )
     grouping_backend: Literal["auto", "numpy", "triton", "torch"] = option("auto", "One-pass grouping.")
     permutation_backend: Literal["auto", "triton", "torch"] = option("auto", "Rows into expert order and back.")
     router_backend: Literal["auto", "triton", "torch"] = option("auto", "Scores, choice and weights from logits.")
-    optimizer_backend: Literal["auto", "fused", "foreach"] = option("auto", "AdamW update.")
-    matmul_backend: Literal["auto", "torch", "onednn"] = option(
-        "auto", "Products of linear layers, experts and the loss; onednn: for fp32 on a CPU."
+    optimizer_backend: Literal["auto", "fused", "foreach", "te", "apex"] = option("auto", "AdamW update.")
+    matmul_backend: Literal["auto", "torch", "onednn", "te"] = option(
+        "auto", "Products of linear layers, experts and the loss; onednn: for fp32 on a CPU, te: for bf16 on CUDA."
     )
     cross_entropy_chunk_tokens: PositiveInt | None = option(
         None, "Tokens whose logits exist at once; unset: as many as make 8 MiB of logits on a CPU, 512 MiB elsewhere."

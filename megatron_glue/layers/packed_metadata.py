@@ -37,7 +37,7 @@ INDEX_MAPS = "context_index_maps"
 
 # Metadata of these layouts grows with the tokens. A mask grows with their square: those of a whole step, built ahead,
 # would take the memory that one at a time does not.
-PREPARED_LAYOUTS = frozenset({"segments", "varlen"})
+PREPARED_LAYOUTS = frozenset({"segments", "varlen", "te"})
 
 
 def read_lengths(segment_ids_T: Tensor, host_reader: HostReader) -> tuple[list[int], int]:

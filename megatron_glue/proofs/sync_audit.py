@@ -91,7 +91,7 @@ def take_step(session: Session) -> None:
 
 def _moments(session: Session) -> list[Any]:
     """The optimizer's state on the device; the step counters of the foreach variant stand on the host."""
-    has_host_counters = session.built.backends.optimizer != "fused"
+    has_host_counters = session.built.backends.optimizer == "foreach"
     return [
         value
         for _, _, state in session.optimizer.named_state()

@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from megatron_glue.backends.apex import fused_adam_apex
+from megatron_glue.backends.fused_adam import LibraryAdamW, initial_adam_state
+from megatron_glue.backends.transformer_engine import fused_adam_te
 from megatron_glue.config.sections import OptimizerConfig
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.parallel.engines.deepspeed_storage import ZeroStorage
@@ -25,9 +28,14 @@ from megatron_glue.parallel.gather import global_name
 from megatron_glue.parallel.precision import track_updates
 from megatron_glue.training.optimizer_zero import ZeroAdamW
 
+_LIBRARY_CLASSES: dict[str, Callable[[], Callable[..., torch.optim.Optimizer]]] = {
+    "apex": fused_adam_apex,
+    "te": fused_adam_te,
+}
+
 
 class GuardedAdamW:
-    """``torch.optim.AdamW`` with a device-side guard against gradients that are not finite.
+    """AdamW of torch or of a library, with a device-side guard against gradients that are not finite.
 
     The fused kernels take the flag as ``found_inf`` and leave weights, moments and step counters as they are when it is
     set. Every rank derives the flag from the same global norm, so all of them skip together. The foreach variant has no
@@ -45,11 +53,12 @@ class GuardedAdamW:
 
     Attributes:
         run_update: What updates the parameters; DeepSpeed's engine puts its own step here, which calls the same.
+        implementation: ``fused`` for all that take the flag on the device, else ``foreach``.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.AdamW | LibraryAdamW,
         names: dict[Parameter, str],
         device: torch.device,
         host_reader: HostReader,
@@ -120,12 +129,7 @@ class GuardedAdamW:
         Args:
             values: A parameter.
         """
-        counter_device = values.device if self.implementation == "fused" else "cpu"
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=counter_device),
-            "exp_avg": torch.zeros_like(values, requires_grad=False, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(values, requires_grad=False, memory_format=torch.preserve_format),
-        }
+        return initial_adam_state(values, values.device if self.implementation == "fused" else "cpu")
 
     def under_zero(self, engine: Any, storage: ZeroStorage) -> ZeroAdamW:
         """Hand the torch optimizer over to DeepSpeed's ZeRO.
@@ -161,15 +165,18 @@ def build_optimizer(
     Args:
         named_parameters: Names and parameters of the wrapped model; those without ``requires_grad`` are left out.
         config: Optimizer section.
-        implementation: ``fused`` or ``foreach``, from ``Backends.optimizer``.
+        implementation: ``fused``, ``foreach``, ``apex`` or ``te``, from ``Backends.optimizer``.
         device: Where the parameters live.
         host_reader: Counts device reads of the foreach variant; unset: an own one.
         lr_multiplier_of: Factor on the learning rate by global parameter name.
 
     Returns:
         The optimizer. Its moments are made in the first step, or when they are asked for.
+
+    Raises:
+        ConfigError: If a library's kernels cannot index a parameter.
     """
-    assert implementation in ("fused", "foreach"), "the registry chooses one of the two"
+    assert implementation in ("fused", "foreach", *_LIBRARY_CLASSES), "the registry chooses one of these"
     names: dict[Parameter, str] = {}
     groups: dict[Any, dict[str, Any]] = {}
     for local_name, param in named_parameters:
@@ -184,14 +191,18 @@ def build_optimizer(
         kind = param.device_mesh if isinstance(param, DTensor) else None
         empty = {"params": [], "weight_decay": decay, "lr_multiplier": multiplier}
         groups.setdefault((decay, multiplier, kind), empty)["params"].append(param)
-    optimizer = torch.optim.AdamW(
-        list(groups.values()),
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        fused=implementation == "fused",
-        foreach=implementation == "foreach",
-    )
+    defaults: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+    }
+    optimizer: torch.optim.AdamW | LibraryAdamW
+    if implementation in _LIBRARY_CLASSES:
+        library_class = _LIBRARY_CLASSES[implementation]()
+        optimizer = LibraryAdamW(library_class, implementation, groups.values(), defaults)
+    else:
+        is_fused = implementation == "fused"
+        optimizer = torch.optim.AdamW(list(groups.values()), **defaults, fused=is_fused, foreach=not is_fused)
     return GuardedAdamW(optimizer, names, device, host_reader or HostReader())
 
 

@@ -45,7 +45,9 @@ OPTIONAL_LIBRARIES = (
     "deepspeed",
     "deep_ep",
     "transformer_engine",
+    "transformer_engine_torch",
     "apex",
+    "amp_C",
     "wandb",
     "mpi4py",
 )
@@ -251,6 +253,37 @@ def test_no_module_loads_an_optional_library() -> None:
     loaded = _modules_after("\n".join(f"import {module}" for module in modules))
     baseline = _modules_after("import torch, numpy, pydantic, yaml, rich")
     assert not (loaded - baseline) & set(OPTIONAL_LIBRARIES)
+
+
+OWN_FILES = {
+    "transformer_engine": "megatron_glue/backends/transformer_engine.py",
+    "transformer_engine_torch": "megatron_glue/backends/transformer_engine.py",
+    "apex": "megatron_glue/backends/apex.py",
+    "amp_C": "megatron_glue/backends/apex.py",
+    "fused_layer_norm_cuda": "megatron_glue/backends/apex.py",
+    "deep_ep": "megatron_glue/backends/deepep.py",
+}
+"""The one file that may name a library of kernels in an import."""
+
+
+def _foreign_imports(source: Source) -> list[str]:
+    """Imports of a library outside its own file, also inside functions."""
+    return [
+        source.at(node, f"imports {name}")
+        for node, name in imported_modules(source)
+        if OWN_FILES.get(name.split(".")[0], source.path) != source.path
+    ]
+
+
+def test_a_library_of_kernels_is_imported_in_its_own_file_only() -> None:
+    found = [line for source in sources() for line in _foreign_imports(source)]
+    assert not found, "\n".join(found)
+
+
+def test_a_foreign_import_is_found() -> None:
+    for text in ("import apex.optimizers", "def f(): importlib.import_module('transformer_engine.pytorch')"):
+        assert _foreign_imports(Source.parse("megatron_glue/training/a.py", text))
+    assert not _foreign_imports(Source.parse("megatron_glue/backends/apex.py", "import apex.optimizers"))
 
 
 def _loads_triton(source: Source) -> list[str]:

@@ -373,7 +373,7 @@ def test_the_registry_hands_the_kernel_out_and_says_so(is_ring):
     assert add_context_parallel(plain, None) is plain
 
 
-@pytest.mark.parametrize("name", ["dense", "flex"])
+@pytest.mark.parametrize("name", ["dense", "flex", "te"])
 def test_kernels_that_cannot_are_refused(name):
     exchange = on_context_ranks(2, False, lambda _, e: e)[0]
     plain = replace(backends_of("dense"), attention_layout=name)

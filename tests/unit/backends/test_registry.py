@@ -4,17 +4,25 @@ import pytest
 import torch
 
 from megatron_glue.backends import registry
+from megatron_glue.backends.apex import layer_norm_apex, rms_norm_apex
 from megatron_glue.backends.attention_metadata import METADATA_BUILDERS
 from megatron_glue.backends.attention_segments import segments_attention
 from megatron_glue.backends.grouped_mm import GroupedMMLoop, GroupedMMWithReads, grouped_mm_torch
 from megatron_glue.backends.norm import rms_norm_cpu, rms_norm_torch
 from megatron_glue.backends.permutation import TORCH_PERMUTATION
 from megatron_glue.backends.registry import resolve
+from megatron_glue.backends.transformer_engine import (
+    TransformerEngineAttention,
+    TransformerEngineMatMul,
+    layer_norm_te,
+    rms_norm_te,
+)
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.sections import BackendConfig
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.ops.matmul import TORCH_MATMUL
+from tests.support import libraries
 
 
 @pytest.fixture
@@ -116,6 +124,12 @@ def test_a_build_without_cuda_is_a_reason_too(monkeypatch):
         ({"attention_backend": "flex"}, {"device": "cuda", "attention_dropout": 0.1}, "no attention dropout"),
         ({"attention_backend": "varlen"}, {"device": "cuda"}, "bf16 or fp16"),
         ({"norm_backend": "cpu"}, {"dtype": torch.bfloat16}, "it computes in fp32"),
+        ({"attention_backend": "te"}, {}, "its kernels run on CUDA, not on cpu"),
+        ({"norm_backend": "te"}, {}, "its kernels run on CUDA, not on cpu"),
+        ({"norm_backend": "apex"}, {}, "its kernels run on CUDA, not on cpu"),
+        ({"matmul_backend": "te"}, {"device": "cuda"}, "fp32 in TF32"),
+        ({"optimizer_backend": "te"}, {}, "its kernels run on CUDA, not on cpu"),
+        ({"optimizer_backend": "apex"}, {}, "its kernels run on CUDA, not on cpu"),
         ({"grouping_backend": "numpy"}, {"device": "cuda"}, "it would read device values"),
     ],
 )
@@ -127,6 +141,30 @@ def test_a_named_backend_that_cannot_be_had_is_an_error_with_the_reason(config, 
     assert caught.value.field == flag_of(field)
     assert caught.value.field.startswith("--")
     assert "use auto or one of" in caught.value.remedy
+
+
+@pytest.mark.usefixtures("gpu", "stand_ins")
+def test_te_and_apex_are_taken_by_name_only():
+    by_name = resolve(
+        BackendConfig(attention_backend="te", norm_backend="apex", matmul_backend="te", optimizer_backend="apex"),
+        "cuda",
+        torch.bfloat16,
+        head_dim=64,
+    )
+    assert isinstance(by_name.attention, TransformerEngineAttention)
+    assert isinstance(by_name.matmul, TransformerEngineMatMul)
+    assert (by_name.rms_norm, by_name.layer_norm) == (rms_norm_apex, layer_norm_apex)
+    assert (by_name.attention_layout, by_name.optimizer) == ("te", "apex")
+    other = resolve(BackendConfig(norm_backend="te", optimizer_backend="te"), "cuda", torch.bfloat16, head_dim=64)
+    assert (other.rms_norm, other.layer_norm, other.optimizer) == (rms_norm_te, layer_norm_te, "te")
+    auto = resolve(BackendConfig(), "cuda", torch.bfloat16, head_dim=64)
+    assert not {name for _, name, _ in auto.choices} & {"te", "apex"}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_library_that_is_not_installed_is_an_error_with_the_reason():
+    with libraries.hidden(), pytest.raises(ConfigError, match="not the package apex of PyPI"):
+        resolve(BackendConfig(norm_backend="apex"), "cuda", torch.bfloat16, head_dim=64)
 
 
 def test_a_kernel_that_torch_lacks_is_named(monkeypatch):
@@ -151,6 +189,7 @@ def test_every_choice_of_the_configuration_has_an_entry_and_every_layout_a_build
     tables = {
         "attention_backend": registry._ATTENTION,
         "norm_backend": registry._NORM,
+        "matmul_backend": registry._MATMUL,
         "grouped_mm_backend": registry._GROUPED_MM,
         "grouping_backend": registry._GROUPING,
         "permutation_backend": registry._PERMUTATION,

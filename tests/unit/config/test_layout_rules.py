@@ -136,6 +136,13 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "--zero-stage",
         "stage 0, 1 or 2",
     ),
+    (
+        "a library's optimizer under deepspeed",
+        {"parallel": {"data_parallel_engine": "deepspeed"}, "backend": {"optimizer_backend": "apex"}},
+        2,
+        "--optimizer-backend",
+        "DeepSpeed drives torch's optimizer only",
+    ),
     ("file without deepspeed", {"parallel": {"deepspeed_config": "a.json"}}, 1, "--deepspeed-config", "is ddp"),
     (
         "overlap without shared expert",

@@ -1,0 +1,1 @@
+"""Stands in for the compiled module of apex that its norms need."""

@@ -1,0 +1,5 @@
+"""Stands in for ``transformer_engine.pytorch.optimizers``."""
+
+from .fused_adam import FusedAdam
+
+__all__ = ["FusedAdam"]
