@@ -11,7 +11,7 @@ must be equal bit for bit over the whole run. One-pass grouping changes the orde
 the last bit drift apart as soon as one token chooses another expert; so the variants with it take over the baseline's
 weights and moments before every round, and each round is one comparison from equal weights: losses within 1e-6
 relative and gradient norms within 1e-5 in fp32 (1e-2 in bf16). On a GPU, where the baseline's own sums have no fixed
-order, that tolerance holds for all variants. The times are measured, not judged.
+order, all variants are compared so. The times are measured, not judged.
 
 With --report, DIR holds report.md, report.png and report.json: times with their spread, tokens/s, samples/s per rank,
 cost, utilisation, memory, counters, training and held-out losses and their differences, and, with --layer-sweep, the

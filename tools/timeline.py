@@ -11,7 +11,8 @@ A disk that is fast against this machine's compute leaves little to hide. On the
 copies down until one takes that share of a block's backward, as measured in the first steps (its threads sleep); with
 --copy-share 0, or --offload-max-mb-per-s, they run as they are.
 
-Exit code 1 if the two sessions' losses differ, or if two buffers hide less than --at-least. All flags of
+Exit code 1 if the two sessions' losses differ (on a GPU, whose kernels have no fixed order of sums, by more than 1e-2
+relative), or if two buffers hide less than --at-least. All flags of
 pretrain_gpt.py are accepted too (--config, --num-layers, ...). The picture needs matplotlib: pip install -e '.[bench]'.
 
     python tools/timeline.py --output timeline.png --trace timeline.json
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -55,6 +57,9 @@ DEFAULTS = RunConfig(
 
 VARIANTS = {"one buffer": False, "two buffers": True}
 CALIBRATION_STEPS = 2
+GPU_LOSS_TOLERANCE = 1e-2
+"""Relative. Sums of attention's gradients have no fixed order there; on a CPU losses must be equal bit for bit."""
+
 COLOURS = {"forward": "#9ecae1", "backward": "#3182bd", "wait": "#de2d26", "reload": "#31a354", "offload": "#fd8d3c"}
 
 
@@ -182,10 +187,15 @@ def measure(config: RunConfig, arguments: argparse.Namespace, place: Place) -> d
 def report(measurements: Mapping[str, Measurement]) -> dict[str, Any]:
     """All figures, and what the second buffer gains: medians over pairs of steps that stood side by side."""
     one, two = measurements["one buffer"], measurements["two buffers"]
+    losses = zip(one.session.metrics.losses, two.session.metrics.losses, strict=True)
+    differences = [abs(a - b) / abs(a) if a != b else 0.0 for a, b in losses]
+    # max() would step over a NaN.
+    difference = max(x if math.isfinite(x) else math.inf for x in differences)
     return {
         **{name: measurement.figures() for name, measurement in measurements.items()},
         "gain": statistics.median(a / b for a, b in zip(one.step_ms, two.step_ms, strict=True)),
-        "same_losses": one.session.metrics.losses == two.session.metrics.losses,
+        "same_losses": difference <= (0.0 if one.session.device.type == "cpu" else GPU_LOSS_TOLERANCE),
+        "loss_difference": difference,
     }
 
 
@@ -253,7 +263,9 @@ def print_table(figures: Mapping[str, Any], title: str) -> None:
             f"{name:<12}{row['median_step_ms']:>10.0f}{columns[0]:>10.0f}{columns[1]:>12.0f}{columns[2]:>10.1f}"
             f"{row['overlap_efficiency']:>9.0%}"
         )
-    same = "the same losses bit for bit" if figures["same_losses"] else "OTHER LOSSES"
+    difference = figures["loss_difference"]
+    same = f"losses differ by {difference:.1e}" if difference else "the same losses bit for bit"
+    same = same if figures["same_losses"] else f"OTHER LOSSES, by {difference:.1e}"
     print(f"two buffers: {figures['gain']:.2f}x the speed of one, {same}")
     print(figures["two buffers"]["chosen"])
 
@@ -269,7 +281,13 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--at-least", type=float, default=0.0, help="overlap efficiency of two buffers; off: 0")
     parser.add_argument("--output", metavar="F", help="picture of the last step; its ending chooses the format")
     parser.add_argument("--trace", metavar="F", help="Chrome trace of all recorded steps")
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON, not a table")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="F",
+        help="write all figures there; without F print them, no table",
+    )
     arguments, rest = parser.parse_known_args()
     for name, least in (("steps", 1), ("warmup", 0), ("copy_share", 0.0)):
         if getattr(arguments, name) < least:
@@ -297,10 +315,13 @@ def run() -> int:
     model = config.model
     title = f"{model.num_layers} layers, hidden {model.hidden_size}, {config.data.seq_length} tokens, {device}"
     if environment.is_main:
-        if arguments.json:
-            print(json.dumps({"title": title, **figures}, indent=2))
+        content = {"title": title, **figures}
+        if arguments.json == "-":
+            print(json.dumps(content, indent=2))
         else:
             print_table(figures, title)
+            if arguments.json:
+                write_json(arguments.json, content)
         if arguments.trace:
             timelines = {name: measurement.timeline for name, measurement in measurements.items()}
             write_json(arguments.trace, chrome_trace(timelines))

@@ -35,10 +35,13 @@ def bars(trace: dict, process: str, name: str) -> list[tuple[int, int, float, fl
 def test_copies_run_ahead_of_their_blocks_with_two_buffers_only(tmp_path):
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     picture = ["--output", str(tmp_path / "timeline.png")] if has_matplotlib else []
-    command = [sys.executable, str(TOOL), *SMALL, "--steps", "1", "--warmup", "0", "--json", *picture]
+    command = [sys.executable, str(TOOL), *SMALL, "--steps", "1", "--warmup", "0", *picture]
+    command += ["--json", str(tmp_path / "figures.json")]
     done = subprocess.run([*command, "--trace", str(tmp_path / "t.json")], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert "two buffers: " in done.stdout
+    assert "the same losses bit for bit" in done.stdout
     assert figures["same_losses"]
     assert "two reload buffers" in figures["two buffers"]["chosen"]
     assert "MiB/s each way" in figures["two buffers"]["chosen"]
@@ -59,6 +62,9 @@ def test_a_senseless_request_is_one_line_and_help_shows_examples(monkeypatch, ca
         error = capsys.readouterr().err
         assert error.startswith(f"error: {flag}=")
         assert error.count("\n") == 1
+    for words, expected in (([], None), (["--json"], "-"), (["--json", "f.json"], "f.json")):
+        monkeypatch.setattr(sys, "argv", ["timeline.py", *words, "--steps", "1"])
+        assert timeline["parse_arguments"]()[0].json == expected
     monkeypatch.setattr(sys, "argv", ["timeline.py", "--help"])
     with pytest.raises(SystemExit) as caught:
         timeline["main"]()

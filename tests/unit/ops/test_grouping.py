@@ -212,3 +212,21 @@ def test_f80_reordering_neither_sorts_nor_waits():
         reorder_experts(groups, torch.tensor([1, 3, 0, 2]))
     assert watch.synchronising == []
     assert not [name for name in watch.calls if "sort" in name]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_gpu_one_pass_equals_the_cpu_without_a_synchronisation(num_ranks):
+    ids_TK = torch.randint(-1, 65, (4096, 4), generator=torch.Generator().manual_seed(2))
+    expected = group_tokens(ids_TK, 64, num_ranks=num_ranks, implementation="numpy")
+    on_gpu = ids_TK.cuda()
+    group_tokens(on_gpu, 64, num_ranks=num_ranks, implementation="torch")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        groups = group_tokens(on_gpu, 64, num_ranks=num_ranks, implementation="torch")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name in ("order_N", "inverse_N", "counts_E", "offsets_E", "rank_splits_P"):
+        assert torch.equal(getattr(groups, name).cpu(), getattr(expected, name)), name
