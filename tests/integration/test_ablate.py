@@ -109,7 +109,9 @@ class Doctored:
                 metadata_cache=SimpleNamespace(builds=builds), precision=SimpleNamespace(is_mixed=False)
             ),
             config=SimpleNamespace(
-                model=SimpleNamespace(window_of_layer=lambda layer: 0, num_layers=3), recompute=True
+                model=SimpleNamespace(window_of_layer=lambda layer: 0, num_layers=3),
+                recompute=True,
+                num_recomputed_blocks=None,
             ),
             mesh=SimpleNamespace(ep_size=1),
             device=SimpleNamespace(type="cpu"),
