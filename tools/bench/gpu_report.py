@@ -101,9 +101,10 @@ def reads_table(content: dict[str, Any]) -> str:
         in_layers = sum(read["count"] for read in reads if read["layer"] >= 0)
         outside = sum(read["count"] for read in reads if read["layer"] < 0)
         rows.append([model["model"], str(in_layers), str(outside)])
+    note = "Reads that the budget excepts are counted too."
     table = markdown_table(["model", "reads in layers", "outside of layers"], rows)
     overruns = [f"FAILED {line}" for line in content["overruns"]]
-    return "\n\n".join([table, *(overruns or ["Within the budget."])])
+    return "\n\n".join([table, note, *(overruns or ["Within the budget."])])
 
 
 def operators_table(content: dict[str, Any]) -> str:
