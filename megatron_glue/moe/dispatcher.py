@@ -5,10 +5,11 @@ ranks send; ``send`` puts rows on their way; ``run`` waits for them, lets the ex
 results. What a layer computes between the three runs beside the exchanges. The state of a micro-batch lives in its
 :class:`Dispatch`, so a dispatcher keeps none, and what a recompute reuses is ``Dispatch.metadata``.
 
-A layer is dropless: every pair has an expert.
+A layer is dropless: every pair has an expert, or the step is run again (``dispatcher_bounded.py``).
 
 Stands between the router and the experts, and again behind the experts. The dispatchers over ranks are in
-``dispatcher_alltoall.py`` and ``dispatcher_tokens.py``, their names in ``dispatcher_registry.py``.
+``dispatcher_alltoall.py``, ``dispatcher_bounded.py`` and ``dispatcher_tokens.py``, their names in
+``dispatcher_registry.py``.
 
 Shape suffixes: T tokens, D model, K top-k, R received rows, E experts, e local experts.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from megatron_glue.backends.permutation import TORCH_PERMUTATION, RowPermutation
 from megatron_glue.moe.experts import ComputeExperts
-from megatron_glue.types import DispatchMetadata, TokenGroups, TokenMetadata
+from megatron_glue.types import DispatchLayout, DispatchMetadata, TokenGroups
 
 SplitExperts = Callable[[Sequence[int], torch.dtype], list[ComputeExperts]]
 """(numbers of local experts with sum e, compute dtype) -> what computes so many experts, in order."""
@@ -43,12 +44,15 @@ class RoutedTokens:
         expert_ids_TK: int64. Their experts.
         weights_TK: fp32. Weights of these; differentiable.
         num_rows: Rows that every rank brings, tokens and padding together: the same number on all of them.
+        may_overflow: Whether somebody looks after pairs that find no room in an exchange of fixed size; without, every
+            pair must reach its expert.
     """
 
     x_TD: Tensor
     expert_ids_TK: Tensor
     weights_TK: Tensor
     num_rows: int
+    may_overflow: bool = False
 
 
 class Dispatch(ABC):
@@ -56,9 +60,11 @@ class Dispatch(ABC):
 
     Attributes:
         counts_E: int64. This rank's pairs of each expert.
+        num_overflowing: int64 scalar. Pairs of this rank that reach no expert; ``None`` where that cannot be.
     """
 
     counts_E: Tensor
+    num_overflowing: Tensor | None = None
 
     @abstractmethod
     def send(self) -> None:
@@ -78,7 +84,7 @@ class Dispatch(ABC):
 
     @property
     @abstractmethod
-    def metadata(self) -> DispatchMetadata | TokenMetadata:
+    def metadata(self) -> DispatchLayout:
         """What a second dispatch of the same choice reuses; known once the dispatch has run."""
 
 
@@ -94,7 +100,7 @@ class Dispatcher(Protocol):
         self,
         tokens: RoutedTokens,
         group_tokens: GroupTokens,
-        reuse: DispatchMetadata | TokenMetadata | None = None,
+        reuse: DispatchLayout | None = None,
     ) -> Dispatch:
         """Group the choice and start what needs no other rank.
 
@@ -128,7 +134,7 @@ class LocalDispatcher:
         self,
         tokens: RoutedTokens,
         group_tokens: GroupTokens,
-        reuse: DispatchMetadata | TokenMetadata | None = None,
+        reuse: DispatchLayout | None = None,
     ) -> Dispatch:
         """See :class:`Dispatcher`."""
         if reuse is None:

@@ -38,7 +38,7 @@ from megatron_glue.ops.host_reader import HostReader, PendingRead
 from megatron_glue.ops.permute import gather_rows, sum_replicas
 from megatron_glue.parallel.collectives import Pending, start_all_to_all_equal
 from megatron_glue.parallel.row_exchange import RowExchange
-from megatron_glue.types import DispatchMetadata, ExchangeLayout, ReplicatedGroups, TokenGroups, TokenMetadata
+from megatron_glue.types import DispatchLayout, DispatchMetadata, ExchangeLayout, ReplicatedGroups, TokenGroups
 
 
 class AllToAllDispatcher:
@@ -91,7 +91,7 @@ class AllToAllDispatcher:
         self,
         tokens: RoutedTokens,
         group_tokens: GroupTokens,
-        reuse: DispatchMetadata | TokenMetadata | None = None,
+        reuse: DispatchLayout | None = None,
     ) -> Dispatch:
         """See :class:`~megatron_glue.moe.dispatcher.Dispatcher`."""
         if reuse is not None:

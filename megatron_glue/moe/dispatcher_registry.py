@@ -17,6 +17,7 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.moe.dispatcher import Dispatcher, LocalDispatcher
 from megatron_glue.moe.dispatcher_alltoall import AllToAllDispatcher
+from megatron_glue.moe.dispatcher_bounded import BoundedDispatcher
 from megatron_glue.moe.dispatcher_deepep import deepep_dispatcher
 from megatron_glue.moe.dispatcher_tokens import all_gather_dispatcher
 from megatron_glue.ops.host_reader import HostReader
@@ -34,6 +35,7 @@ class DispatcherNeeds:
         dtype: Compute dtype.
         num_replicas: Ranks that hold a part of the same experts; they stand next to each other in the group.
         num_chunks: Exchanges of rows each way that overlap with the experts.
+        capacity_factor: Of exchanges of fixed size in training steps; ``None`` for none.
         deepep_buffers: Shared by all layers.
         permutation: Moves rows into expert order and back.
     """
@@ -45,6 +47,7 @@ class DispatcherNeeds:
     dtype: torch.dtype
     num_replicas: int = 1
     num_chunks: int = 1
+    capacity_factor: float | None = None
     deepep_buffers: DeepEPBuffers = field(default_factory=DeepEPBuffers)
     permutation: RowPermutation = TORCH_PERMUTATION
 
@@ -63,9 +66,10 @@ class DispatcherEntry:
 
 
 def _all_to_all(group: ProcessGroup, needs: DispatcherNeeds) -> Dispatcher:
-    return AllToAllDispatcher(
+    exact = AllToAllDispatcher(
         group, needs.num_experts, needs.host_reader, needs.num_replicas, needs.num_chunks, needs.permutation
     )
+    return exact if needs.capacity_factor is None else BoundedDispatcher(exact, needs.capacity_factor)
 
 
 def _all_gather(group: ProcessGroup, needs: DispatcherNeeds) -> Dispatcher:

@@ -29,7 +29,7 @@ from megatron_glue.moe.dispatcher import Dispatch, GroupTokens, RoutedTokens, Sp
 from megatron_glue.ops.grouping import count_ids
 from megatron_glue.parallel.collectives import Pending, start_all_gather_rows
 from megatron_glue.parallel.row_exchange import RowGather, RowScatter
-from megatron_glue.types import DispatchMetadata, TokenGroups, TokenMetadata
+from megatron_glue.types import DispatchLayout, TokenGroups, TokenMetadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +105,10 @@ class TokenDispatcher:
         self,
         tokens: RoutedTokens,
         group_tokens: GroupTokens,
-        reuse: DispatchMetadata | TokenMetadata | None = None,
+        reuse: DispatchLayout | None = None,
     ) -> Dispatch:
         """See :class:`~megatron_glue.moe.dispatcher.Dispatcher`."""
-        assert not isinstance(reuse, DispatchMetadata), "a layer keeps its dispatcher"
+        assert reuse is None or isinstance(reuse, TokenMetadata), "a layer keeps its dispatcher"
         counts_E = reuse.counts_E if reuse else count_ids(tokens.expert_ids_TK, self._num_experts)
         return _TokenDispatch(
             self._exchange(tokens, reuse),

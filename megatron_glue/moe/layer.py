@@ -97,8 +97,18 @@ class MoELayer(nn.Module):
         saved = self._saved_decision(context)
         routing = self.router(valid_TD, None if saved is None else saved.expert_ids_TK)
         dispatch = self._begin_dispatch(
-            RoutedTokens(valid_TD, routing.expert_ids_TK, routing.weights_TK, rows.num_rows), saved
+            RoutedTokens(
+                valid_TD,
+                routing.expert_ids_TK,
+                routing.weights_TK,
+                rows.num_rows,
+                may_overflow=context.overflow_log is not None,
+            ),
+            saved,
         )
+        if dispatch is not None and dispatch.num_overflowing is not None and not context.is_recompute:
+            assert context.overflow_log is not None, "a dispatch overflows only where somebody looks after it"
+            context.overflow_log.append(dispatch.num_overflowing)
         counts_E = dispatch.counts_E if dispatch else routing.counts_E
         counting = None if saved else self.balance.start_counts(routing, counts_E, rows, context)
         is_overlapped = self.config.overlap_shared_expert and not self.dispatcher.is_local

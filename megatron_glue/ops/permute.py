@@ -109,29 +109,49 @@ def _without_tail(rows_ND: Tensor, groups: TokenGroups) -> Tensor:
     return rows_ND.masked_fill((rows_N >= groups.offsets_E[-1])[:, None], 0.0)
 
 
-def _sum_choices(rows_ND: Tensor, groups: TokenGroups, weights_TK: Tensor | None) -> Tensor:
-    """[T, D]: for each token the (weighted) sum of its K rows, accumulated in order of k."""
-    if groups.num_pairs == 0:
-        return rows_ND.new_zeros(0, rows_ND.shape[1])
-    rows_TK = groups.inverse_N.view(-1, groups.top_k)
-    return F.embedding_bag(rows_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
+def sum_choices(rows_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """Add up each token's K rows; not differentiable.
 
+    Args:
+        rows_RD: Floating point.
+        rows_TK: int64 [T, K]. Which rows are a token's.
+        weights_TK: [T, K] in the dtype of the rows; ``None`` for ones.
 
-def _dot_choices(grad_TD: Tensor, rows_ND: Tensor, groups: TokenGroups) -> Tensor:
-    """[T, K]: the dot product of each token's row of ``grad_TD`` with each of its K rows.
-
-    The operator behind ``embedding_bag``'s own weight gradient: no [N, D] product is ever written.
+    Returns:
+        [T, D], accumulated in order of k.
     """
-    num_tokens, top_k = grad_TD.shape[0], groups.top_k
+    if rows_TK.numel() == 0:
+        return rows_RD.new_zeros(0, rows_RD.shape[1])
+    return F.embedding_bag(rows_TK, rows_RD, mode="sum", per_sample_weights=weights_TK)
+
+
+def dot_choices(grad_TD: Tensor, rows_RD: Tensor, rows_TK: Tensor) -> Tensor:
+    """Multiply each token's row of a gradient with each of its K rows; not differentiable.
+
+    The operator behind ``embedding_bag``'s own weight gradient: no [T, K, D] product is ever written.
+
+    Args:
+        grad_TD: Floating point.
+        rows_RD: In the same dtype.
+        rows_TK: int64 [T, K]. Which rows are a token's.
+
+    Returns:
+        [T, K] dot products.
+    """
+    num_tokens, top_k = rows_TK.shape
     if num_tokens == 0:
         return grad_TD.new_zeros(0, top_k)
-    first_pair_T = torch.arange(0, groups.num_pairs, top_k, device=grad_TD.device)
-    token_N = torch.div(torch.arange(groups.num_pairs, device=grad_TD.device), top_k, rounding_mode="floor")
+    first_pair_T = torch.arange(0, num_tokens * top_k, top_k, device=grad_TD.device)
+    token_N = torch.div(torch.arange(num_tokens * top_k, device=grad_TD.device), top_k, rounding_mode="floor")
     sum_mode, no_padding = 0, -1
     dots_N = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        grad_TD, rows_ND, groups.inverse_N, first_pair_T, token_N, sum_mode, no_padding
+        grad_TD, rows_RD, rows_TK.reshape(-1), first_pair_T, token_N, sum_mode, no_padding
     )
     return dots_N.view(num_tokens, top_k)
+
+
+def _rows_TK(groups: TokenGroups) -> Tensor:
+    return groups.inverse_N.view(-1, groups.top_k)
 
 
 class _PermuteRows(torch.autograd.Function):
@@ -145,7 +165,7 @@ class _PermuteRows(torch.autograd.Function):
         grad_ND = grad_outputs[0].contiguous()
         if ctx.has_sentinels:
             grad_ND = _without_tail(grad_ND, ctx.groups)
-        return _sum_choices(grad_ND, ctx.groups, None), None, None
+        return sum_choices(grad_ND, _rows_TK(ctx.groups), None), None, None
 
 
 class _UnpermuteRows(torch.autograd.Function):
@@ -157,7 +177,7 @@ class _UnpermuteRows(torch.autograd.Function):
         weights_TK = weights_TK.to(y_ND.dtype)
         y_ND = y_ND.contiguous()
         ctx.save_for_backward(y_ND, weights_TK)
-        return _sum_choices(y_ND, groups, weights_TK)
+        return sum_choices(y_ND, _rows_TK(groups), weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -166,7 +186,7 @@ class _UnpermuteRows(torch.autograd.Function):
         grad_TD = grad_outputs[0].contiguous()
         grad_weights_TK = grad_y_ND = None
         if ctx.needs_input_grad[1]:
-            grad_weights_TK = _dot_choices(grad_TD, y_ND, groups).to(ctx.weights_dtype)
+            grad_weights_TK = dot_choices(grad_TD, y_ND, _rows_TK(groups)).to(ctx.weights_dtype)
         if ctx.needs_input_grad[0]:
             weights_N1 = weights_TK.reshape(-1, 1).index_select(0, groups.order_N)
             grad_y_ND = grad_TD.index_select(0, _token_of_row(groups)).mul_(weights_N1)

@@ -3,7 +3,7 @@
 A dispatch returns it and the routing decision keeps it; it is never stored on the dispatcher, so that several
 micro-batches can be in flight. Recompute then exchanges rows and nothing else.
 
-Shape suffixes: T tokens, K top-k, E experts, R received rows, e experts of this rank.
+Shape suffixes: T tokens, K top-k, E experts, R received rows, S sent rows, e experts of this rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_glue.types.token_groups import ReplicatedGroups, TokenGroups
+from megatron_glue.types.token_groups import PairSlots, ReplicatedGroups, TokenGroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +76,31 @@ class TokenMetadata:
 
 
 @dataclass(frozen=True, eq=False)
+class BoundedMetadata:
+    """The layout of a dispatch that exchanges a fixed number of rows with every rank.
+
+    Attributes:
+        counts_E: int64. This rank's pairs of each expert, those that overflow included.
+        slots: Where this rank's pairs stand in what it sends.
+        capacity_rows: Rows exchanged with each rank, empty ones included (host integer).
+        regroup_R: int64. Received row that stands at each row of the local expert order, empty rows last.
+        regroup_inverse_R: int64. Inverse of ``regroup_R``.
+        counts_e: int64. Rows of each local expert; their sum is R less the empty rows.
+    """
+
+    counts_E: Tensor
+    slots: PairSlots
+    capacity_rows: int
+    regroup_R: Tensor
+    regroup_inverse_R: Tensor
+    counts_e: Tensor
+
+
+DispatchLayout = DispatchMetadata | TokenMetadata | BoundedMetadata
+"""What a recompute reuses, by the kind of dispatch."""
+
+
+@dataclass(frozen=True, eq=False)
 class RoutingDecision:
     """What one MoE layer decided in the forward pass and must not decide again in its recompute.
 
@@ -87,5 +112,5 @@ class RoutingDecision:
     """
 
     expert_ids_TK: Tensor
-    dispatch: DispatchMetadata | TokenMetadata | None
+    dispatch: DispatchLayout | None
     balance_counts: Tensor | None = None

@@ -70,6 +70,9 @@ class ForwardContext:
         decisions: Where a block saves and finds its routing decision; ``None`` when nothing will be recomputed.
         is_recompute: True when the block runs a second time, for backward.
         router_log: List that MoE layers append a :class:`RouterRecord` to, in forward only; ``None`` to log nothing.
+        overflow_log: List that MoE layers append int64 scalars to, in forward only: pairs of theirs that found no room
+            in an exchange of fixed size (``--moe-static-capacity-factor``). Whoever gives one must drop the step's
+            results where the sum over ranks is not 0. ``None``: exchanges take every pair.
         residual_rows: Rows of the layout that the residual stream holds on this rank, under sequence parallelism;
             ``None`` for all.
         saved_tensor_regions: Returns the context manager of a named stretch of a layer's forward that uses some
@@ -84,6 +87,7 @@ class ForwardContext:
     decisions: SavedDecisions | None = None
     is_recompute: bool = False
     router_log: list[RouterRecord] | None = field(default=None, repr=False)
+    overflow_log: list[Tensor] | None = field(default=None, repr=False)
     residual_rows: slice | None = None
     saved_tensor_regions: Callable[[str, Sequence[Tensor]], AbstractContextManager[Any]] | None = field(
         default=None, repr=False

@@ -2,7 +2,8 @@
 
 Produced by ``ops/grouping.py``, consumed by ``moe/dispatcher.py`` and the grouped experts. It holds no activations.
 
-Shape suffixes: T tokens, K top-k, N = T*K pairs, E experts, P expert-parallel ranks, Q replicas, S = N*Q rows.
+Shape suffixes: T tokens, K top-k, N = T*K pairs, E experts, P expert-parallel ranks, Q replicas, S rows that are sent:
+N*Q, or one per slot.
 """
 
 from __future__ import annotations
@@ -69,3 +70,24 @@ class ReplicatedGroups:
     groups: TokenGroups
     rows_NQ: Tensor
     source_S: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PairSlots:
+    """Where (token, choice) pairs stand in a buffer that has the same number of slots for every rank.
+
+    The pairs of a rank take its first slots, in expert order. Those past the last slot overflow: they stand nowhere.
+
+    Attributes:
+        slots_TK: int64. Slot of each pair; for one that overflows the last slot of its rank, which another pair has.
+        is_placed_TK: bool. Whether the slot is the pair's own.
+        pairs_S: int64. Pair of each slot; 0 for an empty one.
+        is_taken_S: bool. Whether a pair stands in the slot.
+        num_overflowing: int64 scalar. Pairs without a slot.
+    """
+
+    slots_TK: Tensor
+    is_placed_TK: Tensor
+    pairs_S: Tensor
+    is_taken_S: Tensor
+    num_overflowing: Tensor

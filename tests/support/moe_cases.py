@@ -43,6 +43,7 @@ class MoECase:
     overlap_shared_expert: bool = False
     dispatcher: str = "alltoall"
     num_chunks: int = 1
+    capacity_factor: float | None = None
 
     def with_(self, **changes: Any) -> MoECase:
         """A copy with some fields changed."""
@@ -80,6 +81,7 @@ class MoECase:
             num_replicas=mesh.etp_size,
             num_experts=self.num_experts,
             num_chunks=self.num_chunks,
+            capacity_factor=self.capacity_factor,
             device=torch.device("cpu"),
             dtype=torch.float32,
             host_reader=reader,

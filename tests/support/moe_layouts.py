@@ -94,7 +94,11 @@ def local_micro_batch(whole: MicroBatch, mesh: ParallelMesh) -> MicroBatch:
     residual_rows = mesh.residual_rows(sequence.num_tokens)
     rows_T = rows_T if residual_rows is None else rows_T[residual_rows]
     context = ForwardContext(
-        sequence, aux_loss_scale=whole.context.aux_loss_scale, router_log=[], residual_rows=residual_rows
+        sequence,
+        aux_loss_scale=whole.context.aux_loss_scale,
+        router_log=[],
+        overflow_log=[],
+        residual_rows=residual_rows,
     )
     return MicroBatch(whole.x.detach()[rows_T].requires_grad_(), whole.probe[rows_T], context, rows_T)
 
@@ -180,6 +184,7 @@ def _compare(job: Job) -> int:
         whole = wanted.clone()
         whole[batch.rows_T] = actual
         assert_close(whole, wanted, what=what)
+    assert not any(batch.context.overflow_log or []), "what overflows cannot be compared"
     _compare_statistics(log_of(batch.context), expected_record, mesh)
     _compare_parameters(layer, reference, mesh)
     return layer.config.host_reader.count

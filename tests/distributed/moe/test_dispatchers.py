@@ -13,6 +13,7 @@ from megatron_glue.backends.deepep import DeepEPBuffers
 from megatron_glue.backends.grouped_mm import grouped_mm_torch
 from megatron_glue.backends.permutation import TORCH_PERMUTATION
 from megatron_glue.moe.dispatcher_alltoall import AllToAllDispatcher
+from megatron_glue.moe.dispatcher_bounded import BoundedDispatcher
 from megatron_glue.moe.dispatcher_deepep import deepep_dispatcher
 from megatron_glue.moe.dispatcher_registry import DISPATCHERS, DispatcherEntry
 from megatron_glue.moe.layer import MoELayer
@@ -20,7 +21,15 @@ from megatron_glue.types import SavedDecisions
 from tests.support import deep_ep_stand_in
 from tests.support.collective_watch import CollectiveWatch
 from tests.support.moe_cases import MoECase
-from tests.support.moe_layouts import Job, Layout, compare_with_one_process, local_micro_batch, run, whole_micro_batch
+from tests.support.moe_layouts import (
+    Job,
+    Layout,
+    compare_with_one_process,
+    favour,
+    local_micro_batch,
+    run,
+    whole_micro_batch,
+)
 from tests.support.processes import run_distributed
 
 CASE = MoECase(num_experts=6, top_k=2, aux_loss_coeff=0.1, z_loss_coeff=0.01, has_expert_bias=True)
@@ -44,6 +53,8 @@ WAYS: dict[str, MoECase] = {
     "3 chunks by slice": CASE.with_(num_chunks=3, one_pass=False),
     "all-gather": CASE.with_(dispatcher="allgather"),
     "all-gather by slice": CASE.with_(dispatcher="allgather", one_pass=False),
+    "bounded": CASE.with_(capacity_factor=2.0),
+    "bounded by slice": CASE.with_(capacity_factor=2.0, one_pass=False),
     "deepep": CASE.with_(dispatcher="deepep"),
 }
 
@@ -65,10 +76,11 @@ def test_f53_f73_every_way_equals_one_process(world_size: int) -> None:
     expected: list[int | None] = []
     for case in WAYS.values():
         layouts = TWO_RANKS + SPLIT_EXPERTS if world_size == 2 else FOUR_RANKS
-        if case.dispatcher == "deepep":
+        if case.dispatcher == "deepep" or case.capacity_factor is not None:
             layouts = [layout for layout in layouts if layout.etp == 1]
         jobs += [Job(layouts[0], case), *(Job(layout, case, recompute=True) for layout in layouts)]
         reads = {"alltoall": 1, "allgather": 0, "deepep": 1}[case.dispatcher] if case.one_pass else None
+        reads = 0 if case.one_pass and case.capacity_factor is not None else reads
         expected += [reads] * (1 + len(layouts))
     for num_reads in run_distributed(compare, world_size, jobs):
         one_pass_reads = [reads if job.case.one_pass else None for job, reads in zip(jobs, num_reads, strict=True)]
@@ -145,6 +157,8 @@ def record(layer: MoELayer, events: list[str]) -> None:
     layer.config.host_reader.read = recorded_read
     permutation: Any = replace(TORCH_PERMUTATION, permute_rows=recorded_permute)
     dispatcher: Any = layer.dispatcher
+    if isinstance(dispatcher, BoundedDispatcher):
+        return
     attribute = "permutation" if isinstance(dispatcher, AllToAllDispatcher) else "_permutation"
     setattr(dispatcher, attribute, permutation)
 
@@ -201,13 +215,13 @@ def test_f80_the_all_gather_reads_nothing_and_exchanges_choices_once() -> None:
         assert sorted(backward[4:]) == ["reduce_scatter", "reduce_scatter", *["reduce_scatter done"] * 2]
 
 
-def poison_tail(rank: int, world_size: int) -> None:
+def poison_tail(rank: int, world_size: int, case: MoECase) -> None:
     """Rows past the last offset of a grouped product are NaN, in the result and in the gradient of its rows."""
     layout = TWO_RANKS[0]
     mesh = layout.mesh()
     results = []
     for is_poisoned in (False, True):
-        layer = CASE.with_(dispatcher="allgather").build(mesh)
+        layer = case.build(mesh)
         if is_poisoned:
             layer.experts._grouped_mm = poisoned_products
         batch = local_micro_batch(whole_micro_batch(layout, mesh.dp_rank, CASE.hidden_size), mesh)
@@ -225,4 +239,63 @@ def poisoned_products(x: Tensor, weight: Tensor, offsets: Tensor, *, zero_tail: 
 
 
 def test_f57_rows_of_other_ranks_experts_are_never_read() -> None:
-    run_distributed(poison_tail, 2)
+    run_distributed(poison_tail, 2, CASE.with_(dispatcher="allgather"))
+
+
+def test_f57_empty_slots_are_never_read() -> None:
+    run_distributed(poison_tail, 2, CASE.with_(capacity_factor=2.0))
+
+
+def overflow(rank: int, world_size: int, is_poisoned: bool) -> tuple[int, int]:
+    """All tokens choose the two experts of rank 0, where there is room for half of them."""
+    layout = Layout(ep=2, lengths=((13,), (5,)), favoured=(0, 1))
+    mesh = layout.mesh()
+    layer = CASE.with_(capacity_factor=1.0, aux_loss_coeff=0.0, z_loss_coeff=0.0).build(mesh)
+    favour(layer, layout.favoured)
+    if is_poisoned:
+        layer.experts._grouped_mm = poisoned_products
+    batch = local_micro_batch(whole_micro_batch(layout, mesh.dp_rank, CASE.hidden_size), mesh)
+    out, x_grad = run(layer, batch, recompute=True)
+    assert torch.isfinite(x_grad).all()
+    assert all(torch.isfinite(param.grad).all() for param in layer.parameters() if param.grad is not None)
+    # Pairs in expert order: the 13 of expert 0 have room, and 3 of those of expert 1.
+    others = CASE.build(mesh)
+    favour(others, layout.favoured)
+    whole = run(others, local_micro_batch(whole_micro_batch(layout, mesh.dp_rank, CASE.hidden_size), mesh))[0]
+    is_whole = (out - whole).abs().amax(1) < 1e-5
+    (lost,) = batch.context.overflow_log or []
+    return int(lost), int(is_whole[: sum(layout.lengths[rank])].sum())
+
+
+@pytest.mark.parametrize("is_poisoned", [False, True])
+def test_pairs_without_room_are_counted_and_touch_no_other(is_poisoned: bool) -> None:
+    (lost, num_whole), (other_lost, other_whole) = run_distributed(overflow, 2, is_poisoned)
+    assert (lost, num_whole) == (2 * 13 - 16, 3)
+    assert (other_lost, other_whole) == (0, 5)
+
+
+def exact_without_a_log(rank: int, world_size: int) -> int:
+    layout = Layout(ep=2, lengths=((13,), (5,)), favoured=(0, 1))
+    results = []
+    for factor in (1.0, None):
+        layer = CASE.with_(capacity_factor=factor).build(layout.mesh())
+        favour(layer, layout.favoured)
+        batch = local_micro_batch(whole_micro_batch(layout, rank, CASE.hidden_size), layout.mesh())
+        batch = replace(batch, context=replace(batch.context, overflow_log=None))
+        results.append([*run(layer, batch), *(param.grad for param in layer.parameters())])
+    assert all(torch.equal(actual, wanted) for actual, wanted in zip(*results, strict=True))
+    return layer.config.host_reader.count
+
+
+def test_nothing_overflows_where_nobody_looks() -> None:
+    """Evaluation, sampling, and the step that is run again."""
+    assert run_distributed(exact_without_a_log, 2) == [1, 1]
+
+
+def test_a_bounded_exchange_waits_for_counts_on_the_device_only() -> None:
+    case = CASE.with_(capacity_factor=1.5, overlap_shared_expert=True)
+    for forward, backward, recompute, recomputed_backward in run_distributed(watch, 2, case):
+        rest = ["experts", "experts", EXCHANGE, DONE]
+        assert forward == [EXCHANGE, EXCHANGE, "shared", DONE, DONE, *rest]
+        assert recompute == [EXCHANGE, "shared", DONE, *rest]
+        assert backward == recomputed_backward == [EXCHANGE, DONE, "experts", "experts", EXCHANGE, DONE]

@@ -10,6 +10,7 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.sections import MoEConfig
 from megatron_glue.moe.dispatcher import LocalDispatcher
 from megatron_glue.moe.dispatcher_alltoall import AllToAllDispatcher
+from megatron_glue.moe.dispatcher_bounded import BoundedDispatcher
 from megatron_glue.moe.dispatcher_registry import DISPATCHERS, DispatcherNeeds, load_dispatcher
 from megatron_glue.moe.dispatcher_tokens import TokenDispatcher
 from megatron_glue.ops.host_reader import HostReader
@@ -48,6 +49,7 @@ def test_names_give_their_dispatchers():
     assert isinstance(dispatcher, AllToAllDispatcher)
     assert dispatcher.chunk_sizes == [1] * 4
     assert isinstance(load_dispatcher("allgather", needs()), TokenDispatcher)
+    assert isinstance(load_dispatcher("alltoall", needs(capacity_factor=1.5)), BoundedDispatcher)
 
 
 def test_what_cannot_be_had_is_refused_with_reason_and_remedy():
