@@ -56,7 +56,7 @@ from megatron_glue.training.exit_codes import exit_code_of
 from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.presets import MOE_DEFAULTS
 from megatron_glue.training.session import Session, build_session
-from megatron_glue.training.step import train_step
+from megatron_glue.training.step import train_settled_step
 from megatron_glue.training.summary import check_writable_file, write_json
 
 Result = dict[str, Any]
@@ -126,7 +126,7 @@ def profile_run(flags: Sequence[str], arguments: argparse.Namespace, folder: Pat
 def _observe(session: Session, arguments: argparse.Namespace, folder: Path | None) -> Result:
     """Warm up, time, record, measure."""
     for _ in range(arguments.warmup):
-        train_step(session)
+        train_settled_step(session)
     managers = session.built.activation.managers
     for manager in managers:
         manager.reset_stats()
@@ -183,7 +183,7 @@ def _timed_steps(session: Session, num_steps: int) -> list[float]:
     for _ in range(num_steps):
         timer.start()
         with record_function(STEP_RANGE):
-            result = train_step(session)
+            result = train_settled_step(session)
             seconds = timer.stop(wait_for_device=True)
         session.metrics.add(result, seconds)
         times.append(1e3 * seconds)

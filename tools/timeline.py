@@ -45,7 +45,7 @@ from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.session import Session, build_session
-from megatron_glue.training.step import train_step
+from megatron_glue.training.step import train_settled_step
 from megatron_glue.training.summary import write_json
 
 DEFAULTS = RunConfig(
@@ -85,7 +85,7 @@ class Measurement:
         """Train one step and measure it."""
         timer = StepTimer(self.session.device)
         timer.start()
-        result = train_step(self.session)
+        result = train_settled_step(self.session)
         seconds = timer.stop(wait_for_device=True)
         self.session.metrics.add(result, seconds)
         self.step_ms.append(1e3 * seconds)

@@ -104,6 +104,11 @@ class ActivationManager:
         if self._offloader is not None:
             self._offloader.begin_step()
 
+    def repeat_step(self) -> None:
+        """Count what follows the next ``begin_step`` into the present step: it is a repetition."""
+        if self._offloader is not None:
+            self._offloader.statistics.repeat_step()
+
     def end_forward(self) -> None:
         """Forward of a micro-batch is done: start on the input that backward needs first."""
         if self._offloader is not None:

@@ -28,6 +28,11 @@ class PartManagers:
         for manager in self.managers:
             manager.begin_step()
 
+    def repeat_step(self) -> None:
+        """Count the next step of all managers into the present one: it is a repetition."""
+        for manager in self.managers:
+            manager.repeat_step()
+
     def reset(self) -> None:
         """Drop everything that is kept off the device, also after an exception in forward or backward."""
         for manager in self.managers:

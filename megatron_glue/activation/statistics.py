@@ -162,6 +162,7 @@ class StatisticsRecorder:
         self._step_sums = array("d", NO_TIMES)
         self._open: deque[tuple[int, ReloadRecord]] = deque()
         self._bars: list[_Bar] = []
+        self._is_repetition = False
         self._begin = self._mark() if self._record_timeline else None
 
     def start_timeline(self) -> None:
@@ -171,7 +172,13 @@ class StatisticsRecorder:
 
     def begin_step(self) -> None:
         """Later reloads belong to a new step. Those from before the first step count in the sums only."""
-        self._step_sums.extend(NO_TIMES)
+        if not self._is_repetition:
+            self._step_sums.extend(NO_TIMES)
+        self._is_repetition = False
+
+    def repeat_step(self) -> None:
+        """The next step is a repetition and counts into the present one, as its wall time does."""
+        self._is_repetition = True
 
     def begin_forward(self) -> Fence | None:
         """Return a fence before a block's forward, if there is a timeline to draw."""

@@ -169,6 +169,38 @@ def _dispatcher(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
         )
 
 
+def _static_capacity(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    moe, parallel = config.moe, config.parallel
+    factor, dispatcher = moe.moe_static_capacity_factor, moe.moe_token_dispatcher_type
+    if moe.num_experts == 0 or factor is None:
+        return
+    obstacles = (
+        (
+            dispatcher != "alltoall",
+            f"the dispatcher {dispatcher} has no exchange of a fixed number of rows",
+            "give --moe-token-dispatcher-type alltoall, or drop it",
+        ),
+        (
+            moe.moe_overlap_chunks > 1,
+            f"--moe-overlap-chunks {moe.moe_overlap_chunks} cuts the exchange, and each piece would need its own room",
+            "drop one of the two",
+        ),
+        (
+            parallel.expert_tensor_parallel_size > 1,
+            f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size} sends each row to several ranks",
+            "set that to 1, or drop it",
+        ),
+        (
+            parallel.data_parallel_engine == "deepspeed",
+            "DeepSpeed decides by itself whether an update is skipped",
+            "use ddp or fsdp2, or drop it",
+        ),
+    )
+    for is_met, reason, remedy in obstacles:
+        if is_met:
+            yield _error("moe_static_capacity_factor", factor, reason, remedy)
+
+
 def _context(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
     cp_size, data = config.parallel.context_parallel_size, config.data
     if data.seq_length % data.segment_alignment:
@@ -236,7 +268,7 @@ def _deepspeed(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
         )
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (_world, _tensor, _dispatcher, _context, _pipeline, _deepspeed)
+LAYOUT_RULES: tuple[Rule, ...] = (_world, _tensor, _dispatcher, _static_capacity, _context, _pipeline, _deepspeed)
 """Rules about the layout, most basic first."""
 
 
@@ -256,6 +288,7 @@ def layout_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
             ("moe_shared_expert_overlap", moe.moe_shared_expert_overlap),
             ("moe_overlap_chunks", moe.moe_overlap_chunks > 1),
             ("moe_token_dispatcher_type", dispatcher != "alltoall"),
+            ("moe_static_capacity_factor", moe.moe_static_capacity_factor is not None),
         ):
             if is_set:
                 yield f"{flag_of(field)}: no effect without --expert-model-parallel-size, no rows are exchanged"

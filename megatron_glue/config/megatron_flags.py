@@ -167,7 +167,9 @@ REFUSED: dict[str, Refusal] = {
     "--squared-relu": Refusal(0, "the feed-forward is SwiGLU or GELU", "use --swiglu or --no-swiglu"),
     "--multi-latent-attention": Refusal(0, "not available in this version", "use --num-query-groups"),
     "--mtp-num-layers": Refusal(1, "not available in this version", "drop it"),
-    "--moe-expert-capacity-factor": Refusal(1, "experts drop no tokens here", "drop it"),
+    "--moe-expert-capacity-factor": Refusal(
+        1, "experts drop no tokens here", "drop it, or bound the exchanges with --moe-static-capacity-factor"
+    ),
     "--moe-pad-expert-input-to-capacity": Refusal(0, "experts drop no tokens here", "drop it"),
     "--moe-input-jitter-eps": Refusal(1, "the router adds no noise", "drop it"),
     "--moe-router-num-groups": Refusal(1, "routing limited to groups is not available in this version", "drop it"),

@@ -111,6 +111,12 @@ class MoEConfig(Section):
         "Groups of a rank's experts that rows are exchanged for one after the other, each exchange beside the experts "
         "of another group; off: 1.",
     )
+    moe_static_capacity_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = option(
+        None,
+        "Exchange a fixed number of rows with every rank, this many times an even share, so that a training step reads "
+        "nothing on the host; a step in which a rank's rows do not fit is run again with exchanges of any size; off: "
+        "unset.",
+    )
     moe_router_bias_update_rate: NonNegativeFloat = option(0.001, "Step of that bias per optimizer step; off: 0.")
 
     def is_moe_layer(self, layer_index: int) -> bool:

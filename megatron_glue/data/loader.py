@@ -177,6 +177,15 @@ class BatchLoader:
         _, self._position = self._stream.take(self._position, num_steps * self._plan.global_batch_size)
         self._current = None
 
+    def rewind(self, position: StreamPosition) -> None:
+        """Go back to where a step began, so that :meth:`next_step` hands out the same step again.
+
+        Args:
+            position: What :attr:`position` was before that step.
+        """
+        self._discard_pending()
+        self._position, self._current = position, None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it refers to, as plain JSON values. A prefetched step does not count."""
         position = self._position

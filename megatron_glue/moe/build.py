@@ -163,6 +163,7 @@ def _load_dispatcher(moe: MoEConfig, execution: MoEExecution, mesh: ParallelMesh
         dtype=execution.dtype,
         num_replicas=mesh.etp_size,
         num_chunks=moe.moe_overlap_chunks,
+        capacity_factor=moe.moe_static_capacity_factor,
         deepep_buffers=execution.deepep_buffers,
         permutation=execution.permutation,
     )

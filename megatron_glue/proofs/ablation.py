@@ -23,7 +23,7 @@ from megatron_glue.parallel.flat_range import FlatRange
 from megatron_glue.training.evaluation import evaluate
 from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.session import Session
-from megatron_glue.training.step import train_step
+from megatron_glue.training.step import train_settled_step
 
 LOSS_TOLERANCE, NORM_TOLERANCE, BF16_TOLERANCE = 1e-6, 1e-5, 1e-2
 
@@ -215,7 +215,7 @@ def _step(measurement: Measurement, *, is_measured: bool) -> None:
     allocated_bytes = torch.cuda.memory_allocated(device) if is_cuda else 0
     timer, cpu_start = StepTimer(device), time.process_time()
     timer.start()
-    result = train_step(session)
+    result = train_settled_step(session)
     seconds = timer.stop(wait_for_device=True)
     session.metrics.add(result, seconds)
     if not is_measured:

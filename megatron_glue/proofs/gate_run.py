@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_glue.proofs.ablation import heldout_loss
 from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.session import Session
-from megatron_glue.training.step import train_step
+from megatron_glue.training.step import train_settled_step
 from megatron_glue.training.summary import peak_memory_bytes
 
 NUM_SAMPLED_LAYERS, NUM_SAMPLED_TOKENS, NUM_SAMPLED_CHANNELS = 3, 8, 16
@@ -37,7 +37,7 @@ def observe_run(session: Session, warmup: int, steps: int) -> dict[str, Any]:
     timer, times_s = StepTimer(session.device), []
     for _ in range(warmup + steps):
         timer.start()
-        result = train_step(session)
+        result = train_settled_step(session)
         times_s.append(timer.stop(wait_for_device=True))
         session.metrics.add(result, times_s[-1])
     session.metrics.flush(session.host_reader, session.mesh.world_group)

@@ -24,7 +24,7 @@ from megatron_glue.parallel.gather import gather_full_parameters
 from megatron_glue.parallel.launch import choose_device
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.session import Session, build_session
-from megatron_glue.training.step import accumulate_gradients, train_step
+from megatron_glue.training.step import accumulate_gradients, train_settled_step
 from megatron_glue.types import IGNORE_LABEL, PackedBatch
 
 
@@ -164,6 +164,8 @@ def _train(config: RunConfig, place: ObservedPlace, num_steps: int) -> dict[str,
 
     def watch(step_batches: list[PackedBatch]) -> list[PackedBatch]:
         step = session.iteration
+        # A step that is run again gets its micro-batches once more.
+        batches[:] = [batch for batch in batches if batch["step"] < step]
         batches.extend(
             {"step": step, "micro_batch": i, **describe_batch(batch)} for i, batch in enumerate(step_batches)
         )
@@ -173,7 +175,7 @@ def _train(config: RunConfig, place: ObservedPlace, num_steps: int) -> dict[str,
         watch_batches(session, watch)
         start = gather_full_parameters(session.engine.module, mesh)
         for step in range(num_steps):
-            metrics.add(train_step(session), 0.0)
+            metrics.add(train_settled_step(session), 0.0)
             metrics.flush(session.host_reader, mesh.world_group)
             auxiliary.append(metrics.aux_losses)
             if step == 0:

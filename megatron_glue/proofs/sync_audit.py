@@ -18,7 +18,7 @@ from megatron_glue.proofs.cuda_sync_watch import CudaSyncWatch
 from megatron_glue.proofs.observation import ObservedPlace, watch_batches
 from megatron_glue.proofs.sync_watch import SyncWatch
 from megatron_glue.training.session import Session, build_session
-from megatron_glue.training.step import accumulate_gradients, train_step
+from megatron_glue.training.step import STEP_FUNCTIONS, train_step
 from megatron_glue.types import PackedBatch
 
 
@@ -55,7 +55,7 @@ def audit_step(config: RunConfig, place: ObservedPlace) -> dict[str, Any]:
     session = build_session(config, place.mesh, place.device, place.folder)
     try:
         take_step(session)
-        stations = frozenset(f.__code__ for f in (take_step, train_step, accumulate_gradients))
+        stations = frozenset(f.__code__ for f in (take_step, *STEP_FUNCTIONS))
         kind = CudaSyncWatch if place.device.type == "cuda" else SyncWatch
         watch = kind(session.engine.module, stations)
 

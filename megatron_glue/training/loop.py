@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from megatron_glue.config.fields import flag_of
 from megatron_glue.training.checkpoint.saving import RunSaver
 from megatron_glue.training.evaluation import evaluate
 from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.rank_check import check_weights
 from megatron_glue.training.session import Session
-from megatron_glue.training.step import train_step
+from megatron_glue.training.step import settle_step, train_step
 from megatron_glue.training.summary import describe_cache
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def train(run: Run) -> float:
     training = config.training
     timer = StepTimer(session.device)
     heldout_loss: float | None = None
-    first, num_checks = session.iteration + 1, 0
+    first, num_checks, num_told = session.iteration + 1, 0, len(session.reruns)
     if training.check_ranks:
         check_weights(session)
         num_checks += 1
@@ -86,9 +87,13 @@ def train(run: Run) -> float:
             _is_due(iteration, interval)
             for interval in (training.eval_interval, training.save_interval, training.exit_interval)
         )
+        if is_pausing:
+            result = settle_step(session) or result
         # What the device still owes belongs to the steps, not to the evaluation or the save that would wait for it.
         session.metrics.add(result, timer.stop(wait_for_device=is_pausing))
         run.monitor.step(iteration)
+        if is_pausing:
+            num_told = _tell_reruns(run, num_told)
         run.saver.look()
         if _is_due(iteration, config.accelerator.metrics_interval):
             _log_counters(session)
@@ -112,6 +117,19 @@ def train(run: Run) -> float:
     loss = run.evaluate() if heldout_loss is None else heldout_loss
     run.saver.finish()
     return loss
+
+
+def _tell_reruns(run: Run, num_told: int) -> int:
+    """Say how many steps were run again since the last call; returns how many have been told in all."""
+    reruns = run.session.reruns
+    if new := reruns[num_told:]:
+        factor = run.session.config.moe.moe_static_capacity_factor
+        steps = f"iteration {new[0].iteration} was" if len(new) == 1 else f"{len(new)} iterations were"
+        run.monitor.say(
+            f"{steps} run again with exchanges of any size: up to {max(rerun.num_rows for rerun in new):,} rows of "
+            f"experts found no room ({flag_of('moe_static_capacity_factor')} {factor:g})"
+        )
+    return len(reruns)
 
 
 def _is_due(iteration: int, interval: int) -> bool:

@@ -91,6 +91,15 @@ class RunMetrics:
         self.step_times_s.append(seconds)
         self.step_tokens.append(result.num_tokens)
 
+    def replace(self, result: StepResult, repeated: StepResult) -> None:
+        """Put the result of a step that was run again in the place of its first one; tokens were counted.
+
+        Args:
+            result: The first one. Nothing happens if it was not added; it has not been read yet.
+            repeated: The one to keep.
+        """
+        self._pending = [repeated if pending is result else pending for pending in self._pending]
+
     def flush(self, reader: HostReader, group: ProcessGroup | None) -> None:
         """Sum everything that waits over ranks and read it; a collective, so all ranks call it on the same iterations.
 

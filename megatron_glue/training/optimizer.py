@@ -45,6 +45,9 @@ class GuardedAdamW:
     in a copy that is awaited only when somebody asks, one step later: by then a whole forward and backward are queued
     behind it, and the device does not run dry.
 
+    Rows of experts that found no room (``--moe-static-capacity-factor``) make it skip in the same way. That is no
+    skipped update: the step is to be run again, and how many rows it was travels in the same copy.
+
     Args:
         optimizer: The wrapped optimizer; each group carries ``lr_multiplier``.
         names: Global name of each parameter.
@@ -69,31 +72,39 @@ class GuardedAdamW:
         self._names = names
         self._host_reader = host_reader
         self._num_skipped_updates = 0
-        self._skip_flag = torch.zeros((), dtype=torch.float32, pin_memory=device.type == "cuda")
-        self._skip_flag_on_host = self._skip_flag.numpy()
+        self._num_overflowing = 0
+        # [whether the update was skipped, rows that found no room]
+        self._flags = torch.zeros(2, dtype=torch.float32, pin_memory=device.type == "cuda")
+        self._flags_on_host = self._flags.numpy()
         self._skip_event = torch.cuda.Event() if device.type == "cuda" else None
         track_updates(optimizer)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, grad_norm: Tensor) -> None:
-        """Update all parameters, or none if the gradient norm is not finite.
+    def step(self, learning_rate: float, grad_norm: Tensor, num_overflowing: Tensor | None = None) -> None:
+        """Update all parameters, or none if the gradient norm is not finite or rows found no room.
 
         Args:
             learning_rate: Value of the schedule; each group multiplies it by its ``lr_multiplier``. A plain number: it
                 reaches the kernel as an argument, without a copy to the device.
             grad_norm: fp32 scalar on the device. Global norm before clipping, the same on all ranks.
+            num_overflowing: int64 scalar on the device. Rows of all ranks that reached no expert; ``None`` for none.
         """
         self._settle()
+        self._num_overflowing = 0
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_multiplier"]
-        skip = torch.isfinite(grad_norm).logical_not().to(torch.float32).reshape(())
+        skip = torch.isfinite(grad_norm).logical_not()
+        if num_overflowing is not None:
+            skip = skip | (num_overflowing > 0)
+        skip = skip.to(torch.float32).reshape(())
         if self.implementation == "fused":
             # The attribute is the protocol between torch.amp.GradScaler and optimizers with fused kernels.
             self.torch_optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             self.run_update()
         elif self._host_reader.read(skip) == 0:
             self.run_update()
-        self._skip_flag.copy_(skip, non_blocking=True)
+        lost = torch.zeros_like(skip) if num_overflowing is None else num_overflowing.to(skip.dtype).reshape(())
+        self._flags.copy_(torch.stack([skip, lost]), non_blocking=True)
         if self._skip_event is not None:
             self._skip_event.record()
 
@@ -103,7 +114,10 @@ class GuardedAdamW:
 
     @property
     def num_skipped_updates(self) -> int:
-        """Updates skipped so far, the last step included; waits for that step's end if it is still running."""
+        """Updates skipped so far, the last step included; waits for that step's end if it is still running.
+
+        A step whose rows found no room is not among them.
+        """
         self._settle()
         return self._num_skipped_updates
 
@@ -111,6 +125,13 @@ class GuardedAdamW:
     def num_skipped_updates(self, value: int) -> None:
         self._settle()
         self._num_skipped_updates = value
+
+    @property
+    def num_overflowing(self) -> int:
+        """Rows of the last step that found no room, on all ranks: if there are any, it was no update and is to be run
+        again. Waits for that step's end if it is still running."""
+        self._settle()
+        return self._num_overflowing
 
     def named_state(self) -> Iterable[tuple[str, Parameter, dict[str, Tensor]]]:
         """Yield global name, parameter and its state: ``step``, ``exp_avg`` and ``exp_avg_sq``, all tensors.
@@ -144,11 +165,15 @@ class GuardedAdamW:
         return ZeroAdamW(self.torch_optimizer, self.initial_state, engine, storage)
 
     def _settle(self) -> None:
-        """Count the previous step's flag, once."""
+        """Take over the previous step's flags, once."""
         if self._skip_event is not None:
             self._skip_event.synchronize()
-        self._num_skipped_updates += int(self._skip_flag_on_host)
-        self._skip_flag_on_host[...] = 0
+        is_skipped, num_overflowing = map(int, self._flags_on_host)
+        if num_overflowing:
+            self._num_overflowing = num_overflowing
+        else:
+            self._num_skipped_updates += is_skipped
+        self._flags_on_host[...] = 0
 
 
 def build_optimizer(

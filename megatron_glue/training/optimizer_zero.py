@@ -46,13 +46,15 @@ class ZeroAdamW:
         self._parts: dict[str, Partition] = {names[part.param]: part for part in storage.partitions()}
         self._steps: dict[str, Tensor] = {}
 
-    def step(self, learning_rate: float, grad_norm: Tensor) -> None:
+    def step(self, learning_rate: float, grad_norm: Tensor, num_overflowing: Tensor | None = None) -> None:
         """Update all parameters, or none if the gradient norm is not finite.
 
         Args:
             learning_rate: Value of the schedule; each group multiplies it by its ``lr_multiplier``.
             grad_norm: Unused: DeepSpeed looks at its own, which ``engine.clip_gradients`` has shown to us.
+            num_overflowing: ``None``: the configuration refuses exchanges of fixed size with DeepSpeed.
         """
+        assert num_overflowing is None, "DeepSpeed skips by its own norm only"
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_multiplier"]
         self._engine.step()
@@ -61,6 +63,11 @@ class ZeroAdamW:
     def zero_grad(self) -> None:
         """Drop all gradients; a step has done so already."""
         self._storage.drop_gradients()
+
+    @property
+    def num_overflowing(self) -> int:
+        """0: see :meth:`step`."""
+        return 0
 
     @property
     def num_skipped_updates(self) -> int:

@@ -19,7 +19,7 @@ from megatron_glue.config.sections import RunConfig
 from megatron_glue.data.documents import DocumentSet, build_datasets
 from megatron_glue.data.heldout import EvalPlan, eval_batches, unigram_entropy
 from megatron_glue.data.loader import BatchLoader, BatchPlan
-from megatron_glue.data.pack_stream import PackStream
+from megatron_glue.data.pack_stream import PackStream, StreamPosition
 from megatron_glue.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_glue.models.build import BuildPlace, BuiltModel, build_model
 from megatron_glue.models.parallelize import parallelize
@@ -33,7 +33,7 @@ from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint.store import LoadedCheckpoint, TrainingState
 from megatron_glue.training.executor import StepExecutor, build_executor
 from megatron_glue.training.lr_schedule import LearningRateSchedule
-from megatron_glue.training.metrics import RunMetrics
+from megatron_glue.training.metrics import RunMetrics, StepResult
 from megatron_glue.training.optimizer import GuardedAdamW, build_optimizer
 from megatron_glue.training.optimizer_zero import ZeroAdamW
 from megatron_glue.training.phases import name_phases
@@ -72,6 +72,48 @@ class SessionData:
         return self._kept["unigram_entropy"]
 
 
+@dataclass(frozen=True)
+class StepStart:
+    """Where a session stood before a step, so that the step can be run again. All else follows from it: dropout from
+    the iteration, the learning rate from the iteration and the updates skipped before.
+
+    Attributes:
+        iteration: Steps done.
+        data_position: First pack that no step had consumed.
+        num_micro_batches: Micro-batches trained on.
+    """
+
+    iteration: int
+    data_position: StreamPosition
+    num_micro_batches: int
+
+
+@dataclass(frozen=True)
+class UnsettledStep:
+    """The newest step, while nobody has looked yet whether all its rows reached their experts.
+
+    Attributes:
+        start: Where it began.
+        result: What it reported.
+    """
+
+    start: StepStart
+    result: StepResult
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A step that was run again because rows found no room.
+
+    Attributes:
+        iteration: The step, counted from 1.
+        num_rows: Rows without room in its first run, over all ranks, layers and micro-batches.
+    """
+
+    iteration: int
+    num_rows: int
+
+
 @dataclass
 class Session:
     """The parts of one run.
@@ -91,6 +133,8 @@ class Session:
         iteration: Optimizer steps done since the run began.
         num_micro_batches: Micro-batches that this process trained on.
         num_step_host_reads: Device-to-host reads inside this process' training steps; logging reads are not among them.
+        unsettled: The newest step under ``--moe-static-capacity-factor``, until :func:`settle_step` or the next step.
+        reruns: Steps of this process that were run again.
         provenance: Where each field of the configuration came from; checkpoints keep it.
     """
 
@@ -108,7 +152,21 @@ class Session:
     iteration: int = 0
     num_micro_batches: int = 0
     num_step_host_reads: int = 0
+    unsettled: UnsettledStep | None = None
+    reruns: list[Rerun] = field(default_factory=list)
     provenance: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def start(self) -> StepStart:
+        """Where the next step begins."""
+        return StepStart(self.iteration, self.data.loader.position, self.num_micro_batches)
+
+    def rewind(self, start: StepStart) -> None:
+        """Drop gradients and go back to where a step began that has updated nothing."""
+        self.optimizer.zero_grad()
+        self.iteration, self.num_micro_batches = start.iteration, start.num_micro_batches
+        self.data.loader.rewind(start.data_position)
+        self.built.activation.repeat_step()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -123,6 +181,7 @@ class Session:
 
     def training_state(self) -> TrainingState:
         """What a checkpoint holds, and where loading one puts it (see :meth:`adopt`)."""
+        assert self.unsettled is None, "settle_step() before saving: the newest step may have to be run again"
         return TrainingState(
             model=self.engine.module,
             optimizer=self.optimizer,

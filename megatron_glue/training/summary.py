@@ -127,6 +127,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if load is not None:
         rows.append(("expert load, min / mean / max", f"{load['min']:.2f} / {load['mean']:.2f} / {load['max']:.2f}"))
         rows.append(("dropped tokens", str(summary["dropped_tokens"])))
+    if summary["rerun_iterations"]:
+        rows.append(("steps run again for rows without room", str(len(summary["rerun_iterations"]))))
     rows.append(("peak memory", _mib(summary["peak_memory_bytes"])))
     if summary["failed_saves"]:
         rows.append(("failed saves", str(summary["failed_saves"])))

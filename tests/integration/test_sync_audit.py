@@ -102,9 +102,9 @@ def test_a_planted_read_in_backward_belongs_to_its_layer(monkeypatch: pytest.Mon
 def test_a_planted_read_in_the_update_is_outside_of_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     step = GuardedAdamW.step
 
-    def reading(optimizer: GuardedAdamW, learning_rate: float, grad_norm: Tensor) -> None:
+    def reading(optimizer: GuardedAdamW, learning_rate: float, grad_norm: Tensor, *others: Any) -> None:
         if grad_norm.isfinite():
-            step(optimizer, learning_rate, grad_norm)
+            step(optimizer, learning_rate, grad_norm, *others)
 
     monkeypatch.setattr(GuardedAdamW, "step", reading)
     code, report = audit(monkeypatch, tmp_path, "--device", "cpu", "--model", "dense")

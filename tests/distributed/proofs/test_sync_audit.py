@@ -41,6 +41,14 @@ def test_an_exchange_reads_once_per_layer_and_micro_batch(config: RunConfig, tmp
         assert announced == report["num_announced"], "what HostReader counted, found without asking it"
 
 
+def test_exchanges_of_a_fixed_size_read_nothing(config: RunConfig, tmp_path: Path) -> None:
+    bounded = config.moe.model_copy(update={"moe_static_capacity_factor": 2.0})
+    for report in run_distributed(audit_on_rank, 2, config.model_copy(update={"moe": bounded}), str(tmp_path)):
+        assert BUDGET.overruns(report) == []
+        assert EXCHANGE not in {BUDGET.classify(read, report) for read in report["reads"]}
+        assert report["num_announced"] == sum(read["count"] for read in report["reads"] if read["announced"])
+
+
 def audit_with_another_read(rank: int, world_size: int, config: RunConfig, folder: str) -> dict[str, Any]:
     """The router of every layer reads something of its own."""
     forward = Router.forward

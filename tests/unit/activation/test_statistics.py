@@ -87,6 +87,17 @@ def test_each_step_has_times_of_its_own(monkeypatch):
     assert record.step_times() == []
 
 
+def test_a_repetition_counts_into_its_step():
+    record = recorder()
+    once = ReloadTimes(copy_ms=4.0, hidden_copy_ms=2.0, reload_wait_ms=2.0, compute_ms=10.0)
+    for is_repetition in (False, True, False):
+        if is_repetition:
+            record.repeat_step()
+        record.begin_step()
+        record.add_reload(ReloadRecord(CALL, Transfer(1.0, 5.0), 4.0, 6.0, 16.0))
+    assert record.step_times() == [sum_times([once, once]), once]
+
+
 def test_timeline_bars_count_from_the_reset():
     record = recorder(record_timeline=True)
     record.begin_step()

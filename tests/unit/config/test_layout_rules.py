@@ -168,6 +168,46 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "--moe-overlap-chunks",
         "brings all tokens at once",
     ),
+    (
+        "fixed exchanges of an all-gather",
+        {
+            "moe": {**EXPERTS, "moe_static_capacity_factor": 1.5, "moe_token_dispatcher_type": "allgather"},
+            "parallel": {"expert_model_parallel_size": 2},
+        },
+        2,
+        "--moe-static-capacity-factor",
+        "the dispatcher allgather has no exchange",
+    ),
+    (
+        "fixed exchanges in chunks",
+        {
+            "moe": {**EXPERTS, "moe_static_capacity_factor": 1.5, "moe_overlap_chunks": 2},
+            "parallel": {"expert_model_parallel_size": 2},
+        },
+        2,
+        "--moe-static-capacity-factor",
+        "--moe-overlap-chunks 2 cuts the exchange",
+    ),
+    (
+        "fixed exchanges to parts of experts",
+        {
+            "moe": {**EXPERTS, "moe_static_capacity_factor": 1.5},
+            "parallel": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        },
+        4,
+        "--moe-static-capacity-factor",
+        "sends each row to several ranks",
+    ),
+    (
+        "fixed exchanges under DeepSpeed",
+        {
+            "moe": {**EXPERTS, "moe_static_capacity_factor": 1.5},
+            "parallel": {"expert_model_parallel_size": 2, "data_parallel_engine": "deepspeed"},
+        },
+        2,
+        "--moe-static-capacity-factor",
+        "DeepSpeed decides by itself",
+    ),
 ]
 
 FINE: list[tuple[dict[str, Any], int]] = [

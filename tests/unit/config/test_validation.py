@@ -224,6 +224,10 @@ def test_offload_folder_without_write_permission(tmp_path: Path, monkeypatch: py
         ),
         ({"moe": {"num_experts": 4, "moe_overlap_chunks": 2}}, "--moe-overlap-chunks: no effect without --expert"),
         (
+            {"moe": {"num_experts": 4, "moe_static_capacity_factor": 1.5}},
+            "--moe-static-capacity-factor: no effect without --expert",
+        ),
+        (
             {"moe": {"num_experts": 4, "moe_token_dispatcher_type": "allgather"}},
             "--moe-token-dispatcher-type: no effect without --expert",
         ),

@@ -117,6 +117,22 @@ def test_a_prefetched_step_is_not_consumed():
         assert loader.position.num_packs_taken == 4
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_step_can_be_handed_out_again(prefetch):
+    with loader_of(BatchPlan(1, 4), prefetch=prefetch) as loader:
+        loader.next_step()
+        before = loader.position
+        second = ids_of_steps(loader, 1)
+        after = loader.position
+        third = ids_of_steps(loader, 1)
+        loader.rewind(before)
+        assert loader.position == before
+        assert loader.step_label_tokens == 0
+        assert ids_of_steps(loader, 1) == second
+        assert loader.position == after
+        assert ids_of_steps(loader, 1) == third
+
+
 def test_loading_a_position_discards_what_was_prefetched():
     plan = BatchPlan(1, 4)
     with loader_of(plan, prefetch=True) as loader:

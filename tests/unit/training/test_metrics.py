@@ -57,6 +57,17 @@ def test_throughput_leaves_the_first_step_out() -> None:
     assert metrics.tokens_per_second(last_steps=1) == pytest.approx(100 / 1.5)
 
 
+def test_a_repeated_step_takes_the_place_of_its_first_run() -> None:
+    metrics, first = RunMetrics(), result(0.1)
+    metrics.replace(first, result(9.0))
+    metrics.add(first, 0.5)
+    metrics.add(result(0.2), 0.5)
+    metrics.replace(first, result(0.3))
+    metrics.flush(HostReader(), None)
+    assert metrics.losses == pytest.approx([0.3, 0.2])
+    assert metrics.num_tokens == 200
+
+
 def test_history_survives_a_checkpoint() -> None:
     metrics, restored = RunMetrics(), RunMetrics()
     metrics.add(result(0.1), 0.5)

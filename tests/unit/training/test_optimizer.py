@@ -105,6 +105,28 @@ def test_f113_nonfinite_norm_skips_the_whole_update(implementation: str, norm: f
     assert final["embedding.weight/step"] == 2
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("norm", [1.0, float("nan")])
+def test_a_step_with_rows_without_room_updates_nothing_and_is_no_skipped_update(
+    implementation: str, norm: float
+) -> None:
+    model = TinyModel()
+    optimizer = build(model, implementation)
+    set_gradients(model, 0)
+    optimizer.step(0.1, FINITE_NORM, torch.tensor(0))
+    assert optimizer.num_overflowing == 0
+    before = snapshot(model, optimizer)
+    set_gradients(model, 1)
+    optimizer.step(0.1, torch.tensor(norm), torch.tensor(7))
+    assert optimizer.num_skipped_updates == 0, "whether the gradient is finite shows when the step is run again"
+    assert optimizer.num_overflowing == 7
+    after = snapshot(model, optimizer)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    optimizer.step(0.1, FINITE_NORM)
+    assert optimizer.num_overflowing == 0, "it is of the last step"
+    assert not torch.equal(snapshot(model, optimizer)["embedding.weight"], after["embedding.weight"])
+
+
 def test_f113_schedule_stands_still_for_skipped_updates() -> None:
     model = TinyModel()
     optimizer = build(model, "fused")

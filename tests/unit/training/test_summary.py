@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ SUMMARY = {
     "overlap_efficiency": 0.91,
     "expert_load": {"min": 0.5, "mean": 1.0, "max": 1.75},
     "dropped_tokens": 0,
+    "rerun_iterations": [],
     "peak_memory_bytes": 2**30,
     "checkpoint": "runs/x",
     "failed_saves": 0,
@@ -54,6 +56,11 @@ def test_table_shows_what_users_compare() -> None:
     assert "overlap 91%" in text
     assert "0.50 / 1.00 / 1.75" in text
     assert "1,024.0 MiB" in text
+
+
+def test_steps_that_were_run_again_are_counted() -> None:
+    assert "run again" not in shown(SUMMARY)
+    assert re.search(r"run again for rows without room\W+2\b", shown({**SUMMARY, "rerun_iterations": [3, 8]}))
 
 
 def test_dense_model_without_offload() -> None:

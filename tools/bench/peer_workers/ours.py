@@ -1,7 +1,7 @@
 """A worker with this project's own training step.
 
 The variant lists flags of ``pretrain_moe.py`` beyond the model's sizes, for example ``--use-packed-cache``. Everything
-but the documents is a real session: its model, engine, optimizer and ``train_step``.
+but the documents is a real session: its model, engine, optimizer and ``train_settled_step``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_glue.parallel.launch import init_distributed
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.proofs.given_batches import GivenData, session_over_batches
 from megatron_glue.training.presets import GPT_DEFAULTS
-from megatron_glue.training.step import train_step
+from megatron_glue.training.step import train_settled_step
 from megatron_glue.types import IGNORE_LABEL, PackedBatch, PackedSequence
 
 
@@ -42,7 +42,7 @@ def build(spec: BenchSpec, rank: int) -> tuple[Callable[[], float], dict[str, An
 
     def step() -> float:
         # Each rank has its share of the mean over all.
-        return float(train_step(session).loss) * mesh.dp_size
+        return float(train_settled_step(session).loss) * mesh.dp_size
 
     num_parameters = sum(parameter.numel() for parameter in session.engine.module.parameters())
     return step, {"version": f"megatron_glue {megatron_glue.__version__}", "num_parameters": num_parameters}
