@@ -53,7 +53,7 @@ DEFAULTS = RunConfig(
     data=DataConfig(seq_length=512),
     training=TrainConfig(name="timeline", global_batch_size=2),
 )
-"""As many blocks that the first copy of a backward, which nothing but the loss can hide, is a small part of all."""
+"""Deep enough that a step shows many copies."""
 
 VARIANTS = {"one buffer": False, "two buffers": True}
 CALIBRATION_STEPS = 2
@@ -156,9 +156,10 @@ def rate_for_share(config: RunConfig, share: float, place: Place) -> float:
         stats = measurement.session.built.activation.stats()
     finally:
         measurement.session.close()
-    if not stats.compute_ms:
+    if not stats.num_offloads:
         raise ConfigError("--copy-share", share, "no block input was offloaded", "use a model that trains its blocks")
-    return stats.offloaded_bytes / 2**20 / (share * stats.compute_ms / 1e3)
+    block_s = stats.compute_ms / (stats.num_reloads + stats.num_residents) / 1e3
+    return stats.offloaded_bytes / stats.num_offloads / 2**20 / (share * block_s)
 
 
 def measure(config: RunConfig, arguments: argparse.Namespace, place: Place) -> dict[str, Measurement]:

@@ -15,11 +15,9 @@ class InputOrder:
     def __init__(self) -> None:
         self._chains: dict[int, list[StoredInput]] = {}
 
-    def append(self, micro_batch: int, stored: StoredInput) -> int:
-        """Add the newest input of a micro-batch and return its position among those that are there."""
-        chain = self._chains.setdefault(micro_batch, [])
-        chain.append(stored)
-        return len(chain) - 1
+    def append(self, micro_batch: int, stored: StoredInput) -> None:
+        """Add the newest input of a micro-batch."""
+        self._chains.setdefault(micro_batch, []).append(stored)
 
     def remove(self, micro_batch: int, stored: StoredInput) -> None:
         """Take an input out, whether or not it was the last."""
@@ -27,6 +25,14 @@ class InputOrder:
         chain.remove(stored)
         if not chain:
             del self._chains[micro_batch]
+
+    def count(self, micro_batch: int) -> int:
+        """Stored inputs of a micro-batch."""
+        return len(self._chains.get(micro_batch, ()))
+
+    def has_others(self, micro_batch: int) -> bool:
+        """Whether inputs of other micro-batches are stored."""
+        return any(key != micro_batch for key in self._chains)
 
     def first(self) -> StoredInput | None:
         """The last block of the oldest micro-batch in flight."""

@@ -54,7 +54,9 @@ class ActivationManager:
                 plan, ConservativeTier(tier) if plan.conservative_sync else tier, num_buffers
             )
 
-    def run_block(self, block: nn.Module, x_TD: Tensor, context: ForwardContext, *, position: int = 0) -> Tensor:
+    def run_block(
+        self, block: nn.Module, x_TD: Tensor, context: ForwardContext, *, position: int = 0, is_last: bool = False
+    ) -> Tensor:
         """Run one block.
 
         Args:
@@ -62,6 +64,8 @@ class ActivationManager:
             x_TD: Its input, [T, D] on this manager's device. Nobody may write to it before backward.
             context: The micro-batch. Blocks of one micro-batch run in order; several may be in flight.
             position: Number of the block in its model part, for a plan that recomputes some of them.
+            is_last: Whether it is the last of its model part. Backward wants its input first, so it stays where it is
+                unless another micro-batch is in flight, whose backward hides the copies.
 
         Returns:
             The block's output.
@@ -80,7 +84,9 @@ class ActivationManager:
         if not is_recomputed:
             return self._run_with_modules_offloaded(block, x_TD, context)
         began = self._offloader.statistics.begin_forward()
-        kept = self._offloader.store(x_TD, context.micro_batch)
+        is_wanted_first = is_last and self._offloader.is_wanted_first(context.micro_batch)
+        keep = self._offloader.keep if is_wanted_first else self._offloader.store
+        kept = keep(x_TD, context.micro_batch)
         y_TD = run_recomputed(block, x_TD, context, kept, self._plan.preserve_rng)
         self._offloader.statistics.end_forward(kept.call, began)
         return y_TD

@@ -2,6 +2,10 @@
 
 Ties the three parts together: the tier (how bytes move), the reload buffers (where they come back to) and the order
 (which comes next). It knows nothing about blocks or recompute.
+
+Inputs may also stay on the device. It then counts them and times their blocks, whose compute hides copies like any
+other. The input of the last block of a pass is one of them: backward wants it first, so its copies away and back would
+stand between forward and backward, with nothing but the loss to hide them.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from megatron_glue.activation.double_buffer import ReloadBuffers
 from megatron_glue.activation.grouping_tier import GroupingTier, group
 from megatron_glue.activation.input_order import InputOrder
 from megatron_glue.activation.plan import ActivationPlan
+from megatron_glue.activation.recompute import InputInMemory
 from megatron_glue.activation.statistics import ActivationStats, BlockCall, StatisticsRecorder
-from megatron_glue.activation.tiers import StoredInput, Tier
+from megatron_glue.activation.tiers import Fence, StoredInput, Tier
 
 
 class OffloadedInput:
@@ -44,6 +49,41 @@ class OffloadedInput:
             self._offloader.release(self._stored, self.call)
 
 
+class ResidentInput:
+    """The claim of one block call on an input that stays on the device."""
+
+    def __init__(self, offloader: InputOffloader, x: Tensor, call: BlockCall) -> None:
+        self._offloader = offloader
+        self._memory = InputInMemory(x)
+        self.num_bytes = x.nbytes
+        self.call = call
+        self._received: Fence | None = None
+
+    def fetch(self) -> Tensor:
+        """Return the input. The copy of what backward needs next is under way from here on at the latest.
+
+        Raises:
+            RuntimeError: The step that kept it is over, or it was written to since forward.
+        """
+        if not self._offloader.is_resident(self):
+            raise RuntimeError(
+                "the input of this block was dropped when its step ended: run backward before the next begin_step()"
+            )
+        self._offloader.prefetch_first()
+        self._received = self._offloader.statistics.mark()
+        return self._memory.fetch()
+
+    def release(self) -> None:
+        """Give up the claim."""
+        self._memory.release()
+        if self._offloader.forget(self) and self._received is not None:
+            self._offloader.statistics.add_resident_backward(self.call, self._received)
+
+    def drop(self) -> None:
+        """The step is over: let go of the memory."""
+        self._memory.release()
+
+
 class InputOffloader:
     """Sends inputs away and brings them back ahead of backward.
 
@@ -68,6 +108,7 @@ class InputOffloader:
             poison=plan.poison,
         )
         self._order = InputOrder()
+        self._residents: set[ResidentInput] = set()
         self.generation = 0
 
     def store(self, x: Tensor, micro_batch: int) -> OffloadedInput:
@@ -77,6 +118,31 @@ class InputOffloader:
             OSError: The tier is full or cannot be written.
         """
         return self._claim(self._tier.store(x), micro_batch)
+
+    def keep(self, x: Tensor, micro_batch: int) -> ResidentInput:
+        """Let an input stay where it is, and count it."""
+        resident = ResidentInput(self, x, self._next_call(micro_batch))
+        self._residents.add(resident)
+        self._statistics.add_resident(sum(other.num_bytes for other in self._residents))
+        return resident
+
+    def is_wanted_first(self, micro_batch: int) -> bool:
+        """Whether backward will want the newest input of a micro-batch before anything that was stored or kept.
+
+        That is so unless another micro-batch is in flight, as in a pipeline; its backward then hides the copies.
+        """
+        is_alone = all(other.call.micro_batch == micro_batch for other in self._residents)
+        return is_alone and not self._order.has_others(micro_batch)
+
+    def is_resident(self, resident: ResidentInput) -> bool:
+        """Whether an input is kept in the step that is under way."""
+        return resident in self._residents
+
+    def forget(self, resident: ResidentInput) -> bool:
+        """An input that stayed is not needed any more; whether it was still kept."""
+        was_kept = resident in self._residents
+        self._residents.discard(resident)
+        return was_kept
 
     def store_piece(self, x: Tensor) -> None:
         """Send a part of what a block keeps away; ``gather`` makes one input of all parts since the last one.
@@ -96,9 +162,14 @@ class InputOffloader:
 
     def _claim(self, stored: StoredInput, micro_batch: int) -> OffloadedInput:
         self._buffers.expect(stored.num_bytes)
-        call = BlockCall(micro_batch, self._order.append(micro_batch, stored))
+        call = self._next_call(micro_batch)
+        self._order.append(micro_batch, stored)
         self._statistics.add_offload(call, stored.num_bytes, stored.transfer)
         return OffloadedInput(self, stored, call)
+
+    def _next_call(self, micro_batch: int) -> BlockCall:
+        num_residents = sum(resident.call.micro_batch == micro_batch for resident in self._residents)
+        return BlockCall(micro_batch, self._order.count(micro_batch) + num_residents)
 
     def fetch(self, stored: StoredInput, call: BlockCall) -> Tensor:
         """Bring an input back, and start on the one before it."""
@@ -133,6 +204,9 @@ class InputOffloader:
         for piece in self._pieces:
             self._tier.discard(piece, None)
         self._pieces.clear()
+        for resident in self._residents:
+            resident.drop()
+        self._residents.clear()
 
     def close(self) -> None:
         """Free all memory, files and threads. Idempotent."""

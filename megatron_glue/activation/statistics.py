@@ -32,7 +32,8 @@ class ReloadTimes:
         copy_ms: Time that copies back took.
         hidden_copy_ms: The part of it during which compute did not wait for that copy.
         reload_wait_ms: Time that compute stood still for them.
-        compute_ms: Time from getting an input to giving its buffer back: recompute and backward of its block.
+        compute_ms: Time from getting an input to giving it back: recompute and backward of its block. Blocks whose
+            inputs stayed on the device count too, since their compute hides copies as well.
     """
 
     copy_ms: float = 0.0
@@ -64,6 +65,8 @@ class ActivationStats(ReloadTimes):
         requested_bytes: Most bytes of inputs that were away at one time, since the manager was built.
         held_bytes: Host memory or file bytes held for them now.
         buffer_bytes: Device bytes of the reload buffers now.
+        num_residents: Inputs that stayed on the device, such as that of the last block, which backward wants first.
+        resident_bytes: Most bytes of them at one time.
     """
 
     num_offloads: int = 0
@@ -72,6 +75,8 @@ class ActivationStats(ReloadTimes):
     requested_bytes: int = 0
     held_bytes: int = 0
     buffer_bytes: int = 0
+    num_residents: int = 0
+    resident_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class BlockCall:
 
     Attributes:
         micro_batch: Number of the micro-batch in its step.
-        block: Position among the offloaded block calls of that micro-batch, in the order of forward.
+        block: Position among the block calls of that micro-batch that the offloader knows, in the order of forward.
     """
 
     micro_batch: int
@@ -115,14 +120,14 @@ class ReloadRecord:
 
     Attributes:
         call: The block call that the input belongs to.
-        transfer: The copy back.
+        transfer: The copy back; None if the input stayed on the device.
         asked: Compute reached the point where it needs the input.
         received: Compute has it.
         returned: Compute gave the buffer back.
     """
 
     call: BlockCall
-    transfer: Transfer
+    transfer: Transfer | None
     asked: Fence
     received: Fence
     returned: Fence
@@ -159,6 +164,7 @@ class StatisticsRecorder:
     def reset(self) -> None:
         """Start anew."""
         self._num_offloads = self._num_reloads = self._offloaded_bytes = 0
+        self._num_residents = self._resident_bytes = 0
         self._step_sums = array("d", NO_TIMES)
         self._open: deque[tuple[int, ReloadRecord]] = deque()
         self._bars: list[_Bar] = []
@@ -180,6 +186,10 @@ class StatisticsRecorder:
         """The next step is a repetition and counts into the present one, as its wall time does."""
         self._is_repetition = True
 
+    def mark(self) -> Fence:
+        """Return a fence for now."""
+        return self._mark()
+
     def begin_forward(self) -> Fence | None:
         """Return a fence before a block's forward, if there is a timeline to draw."""
         return self._mark() if self._record_timeline else None
@@ -198,14 +208,29 @@ class StatisticsRecorder:
 
     def add_reload(self, record: ReloadRecord) -> None:
         """Count one input that came back and was used."""
+        assert record.transfer is not None, "it came back"
         self._num_reloads += 1
-        self._open.append((self._num_steps, record))
-        if len(self._open) > MAX_OPEN_RECORDS:
-            self._fold(*self._open.popleft())
+        self._add_record(record)
         if self._record_timeline:
             self._add_bar("reload", "reload", record.call, record.transfer.started, record.transfer.done)
             self._add_bar("wait", "compute", record.call, record.asked, record.received)
             self._add_bar("backward", "compute", record.call, record.received, record.returned)
+
+    def add_resident(self, resident_bytes: int) -> None:
+        """Count one input that stays on the device.
+
+        Args:
+            resident_bytes: Size of all that stay there now.
+        """
+        self._num_residents += 1
+        self._resident_bytes = max(self._resident_bytes, resident_bytes)
+
+    def add_resident_backward(self, call: BlockCall, received: Fence) -> None:
+        """Take note of the backward, from a fence of ``mark`` until now, of a block whose input stayed."""
+        returned = self._mark()
+        self._add_record(ReloadRecord(call, None, received, received, returned))
+        if self._record_timeline:
+            self._add_bar("backward", "compute", call, received, returned)
 
     def summary(self, *, requested_bytes: int, held_bytes: int, buffer_bytes: int) -> ActivationStats:
         """Return all figures. The host waits for the last reload that was recorded."""
@@ -218,6 +243,8 @@ class StatisticsRecorder:
             requested_bytes=requested_bytes,
             held_bytes=held_bytes,
             buffer_bytes=buffer_bytes,
+            num_residents=self._num_residents,
+            resident_bytes=self._resident_bytes,
         )
 
     def step_times(self, last_steps: int | None = None) -> list[ReloadTimes]:
@@ -247,12 +274,18 @@ class StatisticsRecorder:
     def _add_bar(self, name: str, lane: str, call: BlockCall, begin: Fence, end: Fence) -> None:
         self._bars.append(_Bar(name, lane, call, self._num_steps, begin, end))
 
+    def _add_record(self, record: ReloadRecord) -> None:
+        self._open.append((self._num_steps, record))
+        if len(self._open) > MAX_OPEN_RECORDS:
+            self._fold(*self._open.popleft())
+
     def _fold_all(self) -> None:
         while self._open:
             self._fold(*self._open.popleft())
 
     def _fold(self, step: int, record: ReloadRecord) -> None:
-        copy_ms = self._elapsed_ms(record.transfer.started, record.transfer.done)
+        transfer = record.transfer
+        copy_ms = 0.0 if transfer is None else self._elapsed_ms(transfer.started, transfer.done)
         wait_ms = self._elapsed_ms(record.asked, record.received)
         compute_ms = self._elapsed_ms(record.received, record.returned)
         times = (copy_ms, max(0.0, copy_ms - wait_ms), wait_ms, compute_ms)

@@ -176,7 +176,9 @@ def _build_part(shared: _Shared, layers: range, activation: ActivationManager) -
     blocks: dict[int, nn.Module] = {}
     for position, layer_index in enumerate(layers):
         block = build_decoder_block(model, layer_index, _build_ffn(shared, layer_index), build)
-        blocks[layer_index] = ManagedBlock(block, partial(activation.run_block, position=position))
+        blocks[layer_index] = ManagedBlock(
+            block, partial(activation.run_block, position=position, is_last=position == len(layers) - 1)
+        )
     embedding = build_token_embedding(model, shared.vocab_size, build) if is_first else None
     output_head = build_output_head(model, shared.vocab_size, build, has_embedding=is_first) if is_last else None
     if not model.untie_embeddings_and_output_weights and is_first != is_last:

@@ -55,8 +55,9 @@ def measure_costs(session: Session, batch: PackedBatch) -> LayerCosts:
         loop_ms, one_pass_ms = _grouping_ms(session, batch)
     if not stats.num_reloads:
         return LayerCosts(build_ms, None, None, loop_ms, one_pass_ms)
+    num_backwards = stats.num_reloads + stats.num_residents
     return LayerCosts(
-        build_ms, stats.copy_ms / stats.num_reloads, stats.compute_ms / stats.num_reloads, loop_ms, one_pass_ms
+        build_ms, stats.copy_ms / stats.num_reloads, stats.compute_ms / num_backwards, loop_ms, one_pass_ms
     )
 
 

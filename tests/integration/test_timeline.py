@@ -48,7 +48,8 @@ def test_copies_run_ahead_of_their_blocks_with_two_buffers_only(tmp_path):
     trace = json.loads((tmp_path / "t.json").read_text())
     for process, ahead in (("one buffer", False), ("two buffers", True)):
         copies, blocks = bars(trace, process, "reload"), bars(trace, process, "backward")
-        assert len(copies) == len(blocks) == len(bars(trace, process, "forward")) == 6
+        assert len(blocks) == len(bars(trace, process, "forward")) == 6
+        assert [block for _, block, _, _ in copies] == [0, 1, 2, 3, 4], "the last block's input stays"
         # Backward walks down: the copy for block i begins before block i + 1 has ended, or after.
         assert any(copies[i][2] < blocks[i + 1][3] for i in range(5)) == ahead
     assert not picture or (tmp_path / "timeline.png").stat().st_size > 10_000

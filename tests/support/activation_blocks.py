@@ -63,11 +63,14 @@ def context_of(micro_batch: int = 0, num_tokens: int = 8, **fields: Any) -> Forw
     return ForwardContext(PackedSequence.from_lengths([num_tokens]), micro_batch=micro_batch, **fields)
 
 
-def run_forward(manager: ActivationManager, blocks: nn.ModuleList, x_TD: Tensor, micro_batch: int = 0) -> Tensor:
-    """One forward pass of a micro-batch."""
+def run_forward(
+    manager: ActivationManager, blocks: nn.ModuleList, x_TD: Tensor, micro_batch: int = 0, *, knows_last: bool = False
+) -> Tensor:
+    """One forward pass of a micro-batch; the manager is told which block is the last, or not."""
     context = context_of(micro_batch, x_TD.shape[0])
     for position, block in enumerate(blocks):
-        x_TD = manager.run_block(block, x_TD, context, position=position)
+        is_last = knows_last and position == len(blocks) - 1
+        x_TD = manager.run_block(block, x_TD, context, position=position, is_last=is_last)
     manager.end_forward()
     return x_TD
 
