@@ -6,6 +6,7 @@ device whose streams run in any order that the events allow.
 
 from __future__ import annotations
 
+import math
 import mmap
 from typing import Any, Protocol
 
@@ -131,6 +132,26 @@ class CudaDevice:
     def describe(self) -> str:
         """Name the device."""
         return torch.cuda.get_device_name(self._device)
+
+
+def room_bytes(device: torch.device) -> float:
+    """Device memory that was left when this process used most of it.
+
+    Args:
+        device: Any device; a CPU's memory is not accounted for.
+
+    Returns:
+        Bytes; infinity where memory is not accounted for.
+    """
+    if device.type != "cuda":
+        return math.inf
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return float(free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))
+
+
+def device_name(device: torch.device) -> str:
+    """What computes there, in words that are the same in every run on such a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def has_integrated_memory(device: torch.device) -> bool:

@@ -104,6 +104,15 @@ class ReloadBuffers:
         if len(self._slots) < num_before:
             logger.warning("activation offload: %s", self.describe())
 
+    def resize(self, num_wanted: int) -> None:
+        """Have another number of buffers, as far as the bound allows. No input may be on its way or in use."""
+        assert num_wanted in (1, 2)
+        assert not self._reloads
+        self._num_wanted = num_wanted
+        self._slots = [*self._slots, Slot(), Slot()][:num_wanted]
+        if self._max_bytes and self._input_bytes:
+            del self._slots[self._max_bytes // self._input_bytes :]
+
     def prefetch(self, stored: StoredInput) -> None:
         """Start bringing an input back if a second buffer is free; else do nothing."""
         if len(self._slots) < 2 or stored in self._reloads:
@@ -187,6 +196,11 @@ class ReloadBuffers:
     def num_buffers(self) -> int:
         """Buffers that fit."""
         return len(self._slots)
+
+    @property
+    def input_bytes(self) -> int:
+        """Size of the largest input so far, rounded up."""
+        return self._input_bytes
 
     @property
     def held_bytes(self) -> int:

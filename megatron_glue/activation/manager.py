@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_glue.activation.conservative_tier import ConservativeTier
-from megatron_glue.activation.device_api import CudaDevice, has_integrated_memory
+from megatron_glue.activation.device_api import CudaDevice, has_integrated_memory, room_bytes
 from megatron_glue.activation.disk_tier import DiskTier
 from megatron_glue.activation.module_offload import ModuleTensors, run_offloaded
-from megatron_glue.activation.offloader import InputOffloader
+from megatron_glue.activation.offload_costs import OffloadCosts, costs_of
+from megatron_glue.activation.offload_policy import OffloadDecision
+from megatron_glue.activation.offloader import InputOffloader, OffloadedInput, ResidentInput
 from megatron_glue.activation.pinned_tier import PinnedTier
 from megatron_glue.activation.plan import ActivationPlan
 from megatron_glue.activation.recompute import InputInMemory, run_recomputed
@@ -43,6 +45,7 @@ class ActivationManager:
         self._plan = plan
         self._device = torch.device(device)
         self._offloader: InputOffloader | None = None
+        self._share = plan.offload_share
         self._is_integrated = False
         if plan.offload:
             self._is_integrated = (
@@ -79,17 +82,24 @@ class ActivationManager:
         is_nested = context.decisions is not None or context.is_recompute or context.saved_tensor_regions is not None
         if is_nested or not (x_TD.requires_grad or any(weight.requires_grad for weight in block.parameters())):
             return block(x_TD, context)
-        if self._offloader is None:
+        if self._offloader is None or self._is_off:
             return run_recomputed(block, x_TD, context, InputInMemory(x_TD), self._plan.preserve_rng)
         if not is_recomputed:
             return self._run_with_modules_offloaded(block, x_TD, context)
+        kept = self._keep(self._offloader, x_TD, context, position, is_last)
         began = self._offloader.statistics.begin_forward()
-        is_wanted_first = is_last and self._offloader.is_wanted_first(context.micro_batch)
-        keep = self._offloader.keep if is_wanted_first else self._offloader.store
-        kept = keep(x_TD, context.micro_batch)
         y_TD = run_recomputed(block, x_TD, context, kept, self._plan.preserve_rng)
         self._offloader.statistics.end_forward(kept.call, began)
         return y_TD
+
+    def _keep(
+        self, offloader: InputOffloader, x_TD: Tensor, context: ForwardContext, position: int, is_last: bool
+    ) -> OffloadedInput | ResidentInput:
+        """Send the input of a recomputed block away, or let it stay."""
+        stays = self._share is not None and not self._share.leaves(position)
+        if stays or (is_last and offloader.is_wanted_first(context.micro_batch)):
+            return offloader.keep(x_TD, context.micro_batch)
+        return offloader.store(x_TD, context.micro_batch)
 
     def _run_with_modules_offloaded(self, block: nn.Module, x_TD: Tensor, context: ForwardContext) -> Tensor:
         assert self._offloader is not None
@@ -108,7 +118,35 @@ class ActivationManager:
     def begin_step(self) -> None:
         """Start an optimizer step: nothing of an earlier one is left."""
         if self._offloader is not None:
-            self._offloader.begin_step()
+            self._offloader.begin_step(is_closed=self._is_off)
+
+    def start_observing(self) -> None:
+        """Keep the begin and end of everything until ``stop_observing``; figures go on as they are."""
+        if self._offloader is not None:
+            self._offloader.statistics.start_observing()
+
+    def stop_observing(self) -> OffloadCosts:
+        """What copies and blocks cost since ``start_observing``. The host waits for the device."""
+        if self._offloader is None:
+            return OffloadCosts()
+        return costs_of(
+            self._offloader.statistics.stop_observing(),
+            input_bytes=self._offloader.input_bytes,
+            total_bytes=self._offloader.stats().requested_bytes,
+            room_bytes=room_bytes(self._device),
+            is_integrated=self._is_integrated,
+        )
+
+    def apply(self, decision: OffloadDecision) -> None:
+        """Offload as decided from the next step on. Call it between two steps, when nothing is stored."""
+        if self._offloader is None:
+            return
+        assert self.num_tracked_inputs == 0, "a step is under way"
+        self._share = decision.share
+        if decision.num_leaving:
+            self._offloader.resize(decision.num_buffers)
+        else:
+            self._offloader.close()
 
     def repeat_step(self) -> None:
         """Count what follows the next ``begin_step`` into the present step: it is a repetition."""
@@ -156,6 +194,11 @@ class ActivationManager:
         """Inputs that are off the device now."""
         return 0 if self._offloader is None else self._offloader.num_tracked
 
+    @property
+    def _is_off(self) -> bool:
+        """Whether it was decided that no input leaves."""
+        return self._share is not None and self._share.num_leaving == 0
+
     def close(self) -> None:
         """Free memory, files and threads. Idempotent."""
         if self._offloader is not None:
@@ -171,7 +214,11 @@ class ActivationManager:
         some = "" if self._plan.num_recomputed is None else f" in the first {self._plan.num_recomputed} blocks"
         if self._offloader is None:
             return f"activations: recomputed{some}, block inputs kept on the device"
-        line = f"activations: recomputed{some}, block inputs offloaded to {self._offloader.describe()}"
+        if self._is_off:
+            return f"activations: recomputed{some}, offload is off, block inputs stay on the device"
+        share = self._share
+        which = "block inputs" if share is None else f"inputs of {share.num_leaving} of {share.num_blocks} blocks"
+        line = f"activations: recomputed{some}, {which} offloaded to {self._offloader.describe()}"
         if self._plan.double_buffer and self._is_integrated:
             line += " (the device shares the host's memory, so there is no copy to hide)"
         return line

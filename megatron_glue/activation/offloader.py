@@ -189,10 +189,11 @@ class InputOffloader:
         if first is not None:
             self._buffers.prefetch(first)
 
-    def begin_step(self) -> None:
-        """Drop what an earlier step left, and let the tier put its room in order."""
-        self.reset()
-        self._tier.begin_step()
+    def begin_step(self, *, is_closed: bool = False) -> None:
+        """Drop what an earlier step left, and let the tier put its room in order, unless it was closed."""
+        if not is_closed:
+            self.reset()
+            self._tier.begin_step()
         self._statistics.begin_step()
 
     def reset(self) -> None:
@@ -213,6 +214,15 @@ class InputOffloader:
         self.reset()
         self._buffers.close()
         self._tier.close()
+
+    def resize(self, num_buffers: int) -> None:
+        """Bring inputs back through another number of buffers. Nothing may be stored."""
+        self._buffers.resize(num_buffers)
+
+    @property
+    def input_bytes(self) -> int:
+        """Size of the largest input so far."""
+        return self._buffers.input_bytes
 
     @property
     def num_tracked(self) -> int:

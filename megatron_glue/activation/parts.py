@@ -6,10 +6,12 @@ step begins and ends a step of all of them together; figures are their sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 from megatron_glue.activation.manager import ActivationManager
+from megatron_glue.activation.offload_tuner import OffloadTuner
 from megatron_glue.activation.statistics import ActivationStats, ReloadTimes, TimelineEvent, sum_times
 
 
@@ -18,13 +20,17 @@ class PartManagers:
 
     Args:
         managers: One per part of the model, in the order of parts; at least one.
+        tuner: Sets offload by what the first steps show; None: it stays as planned.
     """
 
-    def __init__(self, managers: Sequence[ActivationManager]) -> None:
+    def __init__(self, managers: Sequence[ActivationManager], tuner: OffloadTuner | None = None) -> None:
         self.managers = tuple(managers)
+        self._tuner = tuner
 
     def begin_step(self) -> None:
-        """Start an optimizer step: nothing of an earlier one is left."""
+        """Start an optimizer step: nothing of an earlier one is left. With a tuner, one call is collective."""
+        if self._tuner is not None:
+            self._tuner.before_step(self.managers)
         for manager in self.managers:
             manager.begin_step()
 
@@ -62,6 +68,19 @@ class PartManagers:
         """What each part's manager recorded, in the order of parts. The host waits for the device."""
         return [manager.timeline() for manager in self.managers]
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was decided during the run, for its checkpoints: JSON values, empty if nothing was."""
+        return {} if self._tuner is None else self._tuner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what a run that is resumed had decided; collective with a tuner.
+
+        Raises:
+            ValueError: It holds no decision.
+        """
+        if self._tuner is not None:
+            self._tuner.load_state_dict(state, self.managers)
+
     def close(self) -> None:
         """Free memory, files and threads. Idempotent."""
         for manager in self.managers:
@@ -70,4 +89,6 @@ class PartManagers:
     def describe(self) -> str:
         """Say in one line what was chosen."""
         line = self.managers[0].describe()
-        return line if len(self.managers) == 1 else f"{line}, for each of {len(self.managers)} parts of the model"
+        if len(self.managers) > 1:
+            line += f", for each of {len(self.managers)} parts of the model"
+        return line if self._tuner is None else f"{line}; {self._tuner.describe()}"

@@ -10,6 +10,29 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
+class OffloadShare:
+    """Which blocks' inputs leave: some of every N consecutive blocks of a model part, evenly spaced.
+
+    The last block of the N stays first, since backward wants its input before any other.
+
+    Attributes:
+        num_leaving: Of every ``num_blocks`` blocks; 0: none leaves.
+        num_blocks: N, at least 1.
+    """
+
+    num_leaving: int
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.num_leaving <= self.num_blocks >= 1
+
+    def leaves(self, position: int) -> bool:
+        """Whether the input of the block at this position of its part leaves."""
+        num_staying = self.num_blocks - self.num_leaving
+        return (position + 1) * num_staying % self.num_blocks >= num_staying
+
+
+@dataclass(frozen=True)
 class ActivationPlan:
     """The choices of a run. The default turns everything off: blocks are plain calls.
 
@@ -17,6 +40,7 @@ class ActivationPlan:
         recompute: Run each block a second time in backward instead of keeping its intermediate results.
         num_recomputed: Recompute this many blocks of the model part, the first ones; None means all.
         offload: Move the input of a recomputed block off the device until backward.
+        offload_share: Which inputs of recomputed blocks leave; None: all.
         offload_modules: Regions of blocks that are not recomputed whose saved tensors move off the device (see
             ``module_offload.py``), e.g. ``attn_core``.
         least_offload_bytes: Smaller saved tensors stay.
@@ -37,6 +61,7 @@ class ActivationPlan:
     recompute: bool = False
     num_recomputed: int | None = None
     offload: bool = False
+    offload_share: OffloadShare | None = None
     offload_modules: frozenset[str] = frozenset()
     least_offload_bytes: int = 1 << 16
     double_buffer: bool = False

@@ -157,7 +157,7 @@ class StatisticsRecorder:
     ) -> None:
         self._mark = mark
         self._elapsed_ms = elapsed_ms
-        self._record_timeline = record_timeline
+        self._record_timeline = self._has_timeline = record_timeline
         self._begin: Fence | None = None
         self.reset()
 
@@ -169,12 +169,28 @@ class StatisticsRecorder:
         self._open: deque[tuple[int, ReloadRecord]] = deque()
         self._bars: list[_Bar] = []
         self._is_repetition = False
+        self._observed_from = 0
         self._begin = self._mark() if self._record_timeline else None
 
     def start_timeline(self) -> None:
         """Start anew, and keep every bar from here on."""
-        self._record_timeline = True
+        self._record_timeline = self._has_timeline = True
         self.reset()
+
+    def start_observing(self) -> None:
+        """Keep every bar until ``stop_observing``; figures go on, and so does a timeline that was asked for."""
+        if not self._record_timeline:
+            self._record_timeline = True
+            self._begin = self._mark()
+        self._observed_from = len(self._bars)
+
+    def stop_observing(self) -> list[TimelineEvent]:
+        """Return the bars since ``start_observing``, or since a later reset. The host waits for the device."""
+        events = self._events(self._bars[self._observed_from :])
+        self._record_timeline = self._has_timeline
+        if not self._has_timeline:
+            self._bars.clear()
+        return events
 
     def begin_step(self) -> None:
         """Later reloads belong to a new step. Those from before the first step count in the sums only."""
@@ -259,6 +275,9 @@ class StatisticsRecorder:
 
     def timeline(self) -> list[TimelineEvent]:
         """Return the bars since the last reset, in order of recording; empty unless asked for at the start."""
+        return self._events(self._bars)
+
+    def _events(self, bars: Sequence[_Bar]) -> list[TimelineEvent]:
         return [
             TimelineEvent(
                 bar.name,
@@ -268,7 +287,7 @@ class StatisticsRecorder:
                 self._elapsed_ms(self._begin, bar.begin),
                 self._elapsed_ms(self._begin, bar.end),
             )
-            for bar in self._bars
+            for bar in bars
         ]
 
     def _add_bar(self, name: str, lane: str, call: BlockCall, begin: Fence, end: Fence) -> None:

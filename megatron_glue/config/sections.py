@@ -172,6 +172,15 @@ class ActivationConfig(Section):
     activation_offload: bool = option(
         False, "Move block inputs off the device; implied by --double-buffer-ckpt, alone: one buffer; off: false."
     )
+    offload_policy: Literal["all", "auto"] = option(
+        "all",
+        "Which block inputs leave the device: all, or as many as are found to be hidden behind compute in the first "
+        "steps, perhaps none (auto).",
+    )
+    offload_num_layers: PositiveInt | None = option(
+        None,
+        "Blocks of a stage whose inputs leave, evenly spaced, whatever --offload-policy says; unset: as that says.",
+    )
     offload_modules: tuple[str, ...] = option(
         (),
         "Modules whose tensors for backward move off the device instead of being recomputed: "

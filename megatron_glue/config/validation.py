@@ -228,6 +228,16 @@ def _offload_modules(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
+def _offload_policy(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
+    if config.activation.offload_policy == "auto" and config.activation.offload_modules:
+        yield _error(
+            "offload_policy",
+            "auto",
+            "decides about the inputs of recomputed blocks, not about tensors of modules",
+            "drop it, or --offload-modules",
+        )
+
+
 def _name(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
     name = config.training.name
     if "/" in name or os.sep in name:
@@ -263,6 +273,7 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     _learning_rate,
     _recompute,
+    _offload_policy,
     _name,
     _offload_folder,
 )
@@ -272,6 +283,8 @@ RULES: tuple[Rule, ...] = (
 OFFLOAD_FIELDS = (
     "activation_offload_dir",
     "activation_debug_poison",
+    "offload_policy",
+    "offload_num_layers",
     "offload_max_inflight",
     "offload_max_mb_per_s",
     "conservative_sync",
@@ -322,6 +335,8 @@ def _warnings(config: RunConfig, world_size: int, device_type: str) -> Iterator[
         for field in OFFLOAD_FIELDS:
             if getattr(config.activation, field) != getattr(plain, field):
                 yield f"{flag_of(field)}: no effect without --double-buffer-ckpt or --activation-offload"
+    elif config.activation.offload_num_layers is not None and config.activation.offload_policy == "auto":
+        yield "--offload-policy=auto: not used, --offload-num-layers says how many inputs leave"
     yield from layout_warnings(config, world_size)
     if training.precision == "bf16" and device_type == "cpu":
         yield (

@@ -14,9 +14,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megatron_glue.activation.device_api import device_name
 from megatron_glue.activation.manager import ActivationManager
+from megatron_glue.activation.offload_policy import OffloadBounds
+from megatron_glue.activation.offload_tuner import OffloadTuner
 from megatron_glue.activation.parts import PartManagers
-from megatron_glue.activation.plan import ActivationPlan
+from megatron_glue.activation.plan import ActivationPlan, OffloadShare
 from megatron_glue.backends.attention_context import add_context_parallel
 from megatron_glue.backends.registry import Backends, resolve
 from megatron_glue.config.errors import ConfigError
@@ -36,6 +39,7 @@ from megatron_glue.moe.layer import MoELayer
 from megatron_glue.moe.router import Router
 from megatron_glue.ops.cross_entropy import LossChunks
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.parallel.collectives import maxima_over_ranks
 from megatron_glue.parallel.context import context_exchange
 from megatron_glue.parallel.managed_block import ManagedBlock
 from megatron_glue.parallel.mesh import ParallelMesh
@@ -138,13 +142,14 @@ def build_model(config: RunConfig, vocab_size: int, place: BuildPlace) -> BuiltM
     parts: list[GPT] = []
     stages = plan.stages_of(place.mesh.pp_rank)
     for stage in stages:
-        managers.append(build_activation_manager(config, place, num_parts=len(stages)))
+        num_blocks = len(plan.layers[stage])
+        managers.append(build_activation_manager(config, place, num_parts=len(stages), num_blocks=num_blocks))
         parts.append(_build_part(shared, plan.layers[stage], managers[-1]).to(place.device))
     return BuiltModel(
         model=parts[0] if plan.num_stages == 1 else ModelParts(parts),
         parts=tuple(parts),
         plan=plan,
-        activation=PartManagers(managers),
+        activation=PartManagers(managers, _build_offload_tuner(config, place, num_parts=len(stages))),
         metadata_cache=cache,
         backends=backends,
         precision=precision,
@@ -216,13 +221,16 @@ def _sum_with_other_end(layer: TokenEmbedding | OutputHead | None) -> None:
     set_shard_spec(layer.weight, replace(spec, partial_axes=(*spec.partial_axes, EMBEDDING_AXIS)))
 
 
-def build_activation_manager(config: RunConfig, place: BuildPlace, *, num_parts: int = 1) -> ActivationManager:
+def build_activation_manager(
+    config: RunConfig, place: BuildPlace, *, num_parts: int = 1, num_blocks: int = 1
+) -> ActivationManager:
     """Turn the activation section into a manager.
 
     Args:
         config: A validated configuration.
         place: Device and folder.
         num_parts: Parts of the model on this rank, each with a manager of its own; they share the room for buffers.
+        num_blocks: Blocks of its part.
 
     Returns:
         The manager; with everything off it calls blocks as they are.
@@ -234,6 +242,7 @@ def build_activation_manager(config: RunConfig, place: BuildPlace, *, num_parts:
         recompute=config.recompute,
         num_recomputed=config.num_recomputed_blocks,
         offload=config.offload,
+        offload_share=_offload_share(config, num_blocks),
         offload_modules=frozenset(config.activation.offload_modules),
         least_offload_bytes=config.activation.offload_min_tensor_kb << 10,
         double_buffer=config.accelerator.enable_double_buffer,
@@ -261,6 +270,34 @@ def build_activation_manager(config: RunConfig, place: BuildPlace, *, num_parts:
             f"activations cannot be offloaded there: {error.strerror or error}",
             "give a folder on a local disk with room",
         ) from error
+
+
+def _offload_share(config: RunConfig, num_blocks: int) -> OffloadShare | None:
+    """The share that a user named, of those blocks of a part that are recomputed."""
+    num_leaving, num_recomputed = config.activation.offload_num_layers, config.num_recomputed_blocks
+    num_blocks = num_blocks if num_recomputed is None else min(num_blocks, num_recomputed)
+    return None if num_leaving is None or num_leaving >= num_blocks else OffloadShare(num_leaving, num_blocks)
+
+
+def _build_offload_tuner(config: RunConfig, place: BuildPlace, num_parts: int) -> OffloadTuner | None:
+    """Where nobody said how many inputs leave, and measuring is asked for."""
+    activation, accelerator, mesh = config.activation, config.accelerator, place.mesh
+    is_measured = activation.offload_policy == "auto" and activation.offload_num_layers is None
+    if not (is_measured and config.offload and config.recompute):
+        return None
+    bounds = OffloadBounds(
+        double_buffer=accelerator.enable_double_buffer,
+        buffer_bytes=accelerator.buffer_size_mb * 2**20 // num_parts,
+        least_input_bytes=activation.offload_min_tensor_kb << 10,
+    )
+    model, tokens = config.model, config.training.micro_batch_size * config.data.seq_length
+    circumstances = (
+        f"{device_name(place.device)}, {mesh.describe()}, {model.num_layers} layers of hidden {model.hidden_size}, "
+        f"{tokens} tokens, {accelerator.buffer_size_mb} MiB of buffers, {activation.offload_max_inflight} copies at a "
+        f"time, {activation.offload_max_mb_per_s:g} MiB/s"
+    )
+    merge = partial(maxima_over_ranks, group=mesh.world_group)
+    return OffloadTuner(bounds, circumstances, merge, announces=mesh.rank == 0)
 
 
 def _with_position_table(config: RunConfig) -> RunConfig:

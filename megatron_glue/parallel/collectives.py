@@ -254,6 +254,16 @@ def max_over_ranks(value: int, group: ProcessGroup | None) -> int:
     return int(host_value[0])
 
 
+def maxima_over_ranks(values: Sequence[float], group: ProcessGroup | None) -> list[float]:
+    """The largest of each host number over the group, in one collective. Blocks the host, not the device.
+
+    Args:
+        values: As many on all ranks; infinities are numbers like any other.
+        group: Ranks that take part.
+    """
+    return [float(value) for value in all_reduce_max(torch.tensor(list(values), dtype=torch.float64), group)]
+
+
 def is_same_on_all_ranks(value: int, group: ProcessGroup | None) -> bool:
     """Whether all ranks of the group hold the same host integer (below 2**62). Blocks the host, not the device."""
     return max_over_ranks(value, group) == -max_over_ranks(-value, group)

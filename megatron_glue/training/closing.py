@@ -82,6 +82,7 @@ def collect_summary(session: Session, heldout_loss: float, saver: RunSaver) -> d
         "reload_wait_ms": stats.reload_wait_ms,
         "overlap_efficiency": stats.overlap_efficiency if stats.num_reloads else None,
         "reload_steps": reload_steps(session),
+        "offload_decision": session.built.activation.state_dict().get("decision"),
         "expert_load": expert_load(metrics.expert_counts),
         "expert_counts": metrics.expert_counts,
         "aux_loss": metrics.aux_losses[0] if metrics.expert_counts else None,

@@ -91,7 +91,7 @@ class DirectExecutor(StepExecutor):
         """See the base class."""
         loss_sum = torch.zeros((), device=self._device)
         (manager,) = self._activation.managers
-        manager.begin_step()
+        self._activation.begin_step()
         try:
             for index, (batch, context) in enumerate(inputs):
                 with self._engine.micro_batch(is_last=index == len(inputs) - 1):
@@ -103,7 +103,7 @@ class DirectExecutor(StepExecutor):
                 context.sequence.cache_entries.clear()
             self._engine.finish_backward()
         finally:
-            manager.reset()
+            self._activation.reset()
         return loss_sum
 
     @torch.no_grad()

@@ -189,14 +189,17 @@ class Session:
             counters=self.metrics.state_dict(),
             data_position=self.data.loader.state_dict(),
             provenance=self.provenance,
+            decisions={"offload": self.built.activation.state_dict()},
             after_load=self.engine.after_load,
         )
 
     def adopt(self, loaded: LoadedCheckpoint) -> None:
-        """Continue from a loaded checkpoint: weights and moments are in place already, counters and position follow."""
+        """Continue from a loaded checkpoint: weights and moments are in place already, counters, position and what was
+        decided by measuring follow. Every rank calls it."""
         self.iteration = loaded.step
         self.metrics.load_state_dict(loaded.counters)
         self.data.loader.load_state_dict(loaded.data_position)
+        self.built.activation.load_state_dict(loaded.decisions.get("offload", {}))
 
     def close(self) -> None:
         """End threads and free what lies off the device."""

@@ -23,6 +23,9 @@ TECHNIQUES = {
         "activation": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     },
     "offload": {"activation": {"activation_offload": True, "activation_debug_poison": True}},
+    "every second input offloaded": {
+        "activation": {"activation_offload": True, "activation_debug_poison": True, "offload_num_layers": 1}
+    },
     "modules offloaded": {
         "activation": {
             "offload_modules": ("attn_core", "mlp_act", "moe_act"),

@@ -46,6 +46,7 @@ class _Facts(_Part):
     model: _Model
     config: dict[str, Any]
     provenance: dict[str, str]
+    decisions: dict[str, dict[str, Any]] = {}
     origin: dict[str, Any] | None = None
 
 

@@ -56,6 +56,7 @@ class TrainingState:
         counters: The caller's own facts, JSON values with string keys. Only written; a load returns them.
         data_position: Position in the data, JSON values, the same on all ranks. Only written; a load returns it.
         provenance: Field name -> where its value came from. Only written, and only for values that are no defaults.
+        decisions: What this run decided by measuring, JSON values by subject. Only written; a load returns it.
         after_load: Called on all ranks together once everything has been read (``DataParallelEngine.after_load``). It
             may contain collectives; what fails on one rank before the last of them, it raises on all.
     """
@@ -66,6 +67,7 @@ class TrainingState:
     counters: Mapping[str, Any]
     data_position: Mapping[str, Any]
     provenance: Mapping[str, str] = field(default_factory=dict)
+    decisions: Mapping[str, Any] = field(default_factory=dict)
     after_load: Callable[[], None] = lambda: None
 
 
@@ -78,12 +80,14 @@ class LoadedCheckpoint:
         counters: What the caller saved as ``TrainingState.counters``.
         data_position: What the caller saved as ``TrainingState.data_position``.
         config: The configuration it was saved with, as nested plain data.
+        decisions: What the caller saved as ``TrainingState.decisions``.
     """
 
     step: int
     counters: dict[str, Any]
     data_position: dict[str, Any]
     config: dict[str, Any]
+    decisions: dict[str, Any] = field(default_factory=dict)
 
 
 def collect_tensors(state: TrainingState, mesh: ParallelMesh) -> dict[str, GlobalTensor]:
@@ -152,6 +156,7 @@ def collect_facts(state: TrainingState, step: int, mesh: ParallelMesh) -> dict[s
         "num_skipped_updates": state.optimizer.num_skipped_updates if state.optimizer is not None else 0,
         "counters": dict(state.counters),
         "data_position": dict(state.data_position),
+        "decisions": dict(state.decisions),
         "model": model_facts(state.config),
         "config": as_dict(state.config),
         "provenance": {name: source for name, source in state.provenance.items() if source != "default"},

@@ -152,7 +152,9 @@ class CheckpointStore:
             state.optimizer.num_skipped_updates = facts["num_skipped_updates"]
         if path.parent == self.root:
             self.step_on_disk = facts["step"]
-        return LoadedCheckpoint(facts["step"], facts["counters"], facts["data_position"], facts["config"])
+        return LoadedCheckpoint(
+            facts["step"], facts["counters"], facts["data_position"], facts["config"], facts.get("decisions", {})
+        )
 
     def _saved_generators(self, state: TrainingState, index: dict[str, SavedTensor]) -> dict[str, GlobalTensor]:
         """Where to read the states of generators that this rank has and the checkpoint too."""

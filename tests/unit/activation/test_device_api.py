@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_glue.activation import ActivationManager, ActivationPlan
-from megatron_glue.activation.device_api import CudaDevice, has_integrated_memory
+from megatron_glue.activation.device_api import CudaDevice, device_name, has_integrated_memory, room_bytes
 from megatron_glue.activation.extents import ALIGNMENT_BYTES
 from tests.support.activation_blocks import context_of, gradients_of, toy_blocks
 
@@ -52,6 +52,17 @@ def test_f42_integrated_memory_is_read_from_the_device(monkeypatch, flag):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=flag))
     assert has_integrated_memory(torch.device("cuda", 0)) is bool(flag)
     assert has_integrated_memory(torch.device("cpu")) is False
+
+
+def test_room_is_what_was_left_at_the_peak(monkeypatch):
+    """Of 100 bytes 30 are free and 60 are torch's, of which 45 were in use at the peak."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 45)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert room_bytes(torch.device("cuda", 0)) == 45.0
+    assert room_bytes(torch.device("cpu")) == float("inf")
+    assert [device_name(torch.device(name)) for name in ("cpu", "cuda")] == ["cpu", "a GPU"]
 
 
 @pytest.mark.gpu

@@ -183,6 +183,17 @@ def test_larger_inputs_later_may_leave_room_for_one_buffer_only():
     assert buffers.held_bytes == 2 * PAGE
 
 
+@pytest.mark.parametrize(("max_bytes", "expected"), [(0, [1, 2, 2]), (4096, [1, 1, 1]), (1, [0, 0, 0])])
+def test_another_number_of_buffers_keeps_to_the_bound_and_frees_what_is_too_much(max_bytes, expected):
+    _, _, buffers = make_buffers(max_bytes=max_bytes)
+    buffers.expect(4096)
+    counts = []
+    for num_wanted in (1, 2, 2):
+        buffers.resize(num_wanted)
+        counts.append(buffers.num_buffers)
+    assert counts == expected
+
+
 def test_fetched_ahead_but_not_wanted_makes_room_and_can_still_be_fetched():
     device, tier, buffers = make_buffers()
     stored = [store(device, tier, buffers, float(value)) for value in range(4)]

@@ -124,3 +124,37 @@ def test_a_timeline_can_start_later():
     assert summary(record).num_offloads == 0
     record.add_offload(CALL, 8, Transfer(101.0, 103.0))
     assert len(record.timeline()) == 1
+
+
+def test_observing_keeps_bars_for_a_while_and_changes_no_figure():
+    record = recorder()
+    record.add_offload(CALL, 8, Transfer(101.0, 103.0))
+    record.start_observing()
+    record.begin_step()
+    record.add_offload(CALL, 8, Transfer(104.0, 107.0))
+    (bar,) = record.stop_observing()
+    assert (bar.name, bar.start_ms, bar.end_ms, bar.step) == ("offload", 4.0, 7.0, 1)
+    record.add_offload(CALL, 8, Transfer(101.0, 103.0))
+    assert record.timeline() == record.stop_observing() == []
+    assert summary(record).num_offloads == 3
+
+
+def test_observing_beside_a_timeline_leaves_it_whole():
+    record = recorder(record_timeline=True)
+    for num_bars in (1, 2):
+        record.start_observing()
+        record.add_offload(CALL, 8, Transfer(101.0, 103.0))
+        assert len(record.stop_observing()) == 1
+        assert len(record.timeline()) == num_bars
+
+
+def test_the_backward_of_a_block_whose_input_stayed_counts_as_compute_only():
+    record = recorder(record_timeline=True)
+    record.begin_step()
+    for resident_bytes in (8, 16, 8):
+        record.add_resident(resident_bytes)
+    record.add_resident_backward(CALL, 90.0)
+    stats = summary(record)
+    assert (stats.num_residents, stats.resident_bytes, stats.num_reloads) == (3, 16, 0)
+    assert record.step_times() == [ReloadTimes(compute_ms=10.0)]
+    assert [(bar.name, bar.lane) for bar in record.timeline()] == [("backward", "compute")]

@@ -108,6 +108,13 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "every block is recomputed",
     ),
     (
+        "policy for modules",
+        {"activation": {"offload_modules": ("attn_core",), "offload_policy": "auto"}},
+        1,
+        "--offload-policy",
+        "not about tensors of modules",
+    ),
+    (
         "block without a number",
         {"activation": {"recompute_granularity": "full", "recompute_method": "block"}},
         1,
@@ -209,6 +216,12 @@ def test_offload_folder_without_write_permission(tmp_path: Path, monkeypatch: py
         ({"activation": {"activation_debug_poison": True}}, "--activation-debug-poison"),
         ({"activation": {"conservative_sync": True}}, "--conservative-sync"),
         ({"activation": {"offload_max_inflight": 1}}, "--offload-max-inflight"),
+        ({"activation": {"offload_policy": "auto"}}, "--offload-policy"),
+        ({"activation": {"offload_num_layers": 1}}, "--offload-num-layers"),
+        (
+            {"activation": {"activation_offload": True, "offload_policy": "auto", "offload_num_layers": 1}},
+            "--offload-policy=auto: not used",
+        ),
         ({"activation": {"offload_max_mb_per_s": 5.0}}, "--offload-max-mb-per-s"),
         ({"training": {"precision": "bf16", "device": "cpu"}}, "--precision=bf16"),
         ({"parallel": {"data_parallel_engine": "deepspeed"}}, "--deepspeed: no effect on one process"),

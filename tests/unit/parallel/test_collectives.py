@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megatron_glue.parallel.collectives import (
@@ -13,6 +15,7 @@ from megatron_glue.parallel.collectives import (
     broadcast_,
     is_same_on_all_ranks,
     max_over_ranks,
+    maxima_over_ranks,
 )
 
 
@@ -24,6 +27,7 @@ def test_without_a_group_everything_is_the_identity() -> None:
     assert torch.equal(all_reduce_max(x, None), x)
     assert [t.tolist() for t in all_reduce_sum_many([x, x[0].long()], None)] == [x.tolist(), [0, 1]]
     assert max_over_ranks(7, None) == 7
+    assert maxima_over_ranks([7, -math.inf], None) == [7.0, -math.inf]
     assert is_same_on_all_ranks(7, None)
     assert broadcast_(x, None) is x
 
