@@ -1,14 +1,16 @@
 """Runs the blocks of a model part and decides what of them is kept for backward.
 
 Stands between the model and its blocks: the model calls ``run_block`` instead of the block. Three ways, each with the
-same gradients bit for bit: keep everything (plain call); keep the block's input and recompute the rest; keep the input
-off the device too. The training step calls ``begin_step`` before the first micro-batch, ``end_forward`` after each
-forward pass, and ``reset`` in its ``finally``.
+same gradients bit for bit: keep everything (plain call), perhaps without chosen modules; keep the block's input and
+recompute the rest; keep the input off the device too. The training step calls ``begin_step`` before the first
+micro-batch, ``end_forward`` after each forward pass, and ``reset`` in its ``finally``.
 
 One manager per model part and device; it is not shared between threads.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from megatron_glue.activation.offloader import InputOffloader, OffloadedInput, R
 from megatron_glue.activation.pinned_tier import PinnedTier
 from megatron_glue.activation.plan import ActivationPlan
 from megatron_glue.activation.recompute import InputInMemory, run_recomputed
+from megatron_glue.activation.selective import SelectiveRecompute
 from megatron_glue.activation.statistics import ActivationStats, ReloadTimes, TimelineEvent
 from megatron_glue.activation.tiers import Tier
 from megatron_glue.types import ForwardContext
@@ -77,18 +80,24 @@ class ActivationManager:
             OSError: The tier is full or cannot be written.
         """
         is_recomputed = self._is_recomputed(position)
-        if not (is_recomputed or self._plan.offload_modules) or not torch.is_grad_enabled():
+        modules = self._plan.recompute_modules
+        if not (is_recomputed or modules or self._plan.offload_modules) or not torch.is_grad_enabled():
             return block(x_TD, context)
-        is_nested = context.decisions is not None or context.is_recompute or context.saved_tensor_regions is not None
+        is_nested = context.decisions is not None or context.is_recompute
+        is_nested |= context.saved_tensor_regions is not None or context.selective is not None
         if is_nested or not (x_TD.requires_grad or any(weight.requires_grad for weight in block.parameters())):
             return block(x_TD, context)
+        if modules and not is_recomputed:
+            context = replace(context, selective=SelectiveRecompute(modules, self._plan.preserve_rng))
+            if not self._plan.offload_modules:
+                return block(x_TD, context)
         if self._offloader is None or self._is_off:
-            return run_recomputed(block, x_TD, context, InputInMemory(x_TD), self._plan.preserve_rng)
+            return run_recomputed(block, [x_TD], context, [InputInMemory(x_TD)], self._plan.preserve_rng)
         if not is_recomputed:
             return self._run_with_modules_offloaded(block, x_TD, context)
         kept = self._keep(self._offloader, x_TD, context, position, is_last)
         began = self._offloader.statistics.begin_forward()
-        y_TD = run_recomputed(block, x_TD, context, kept, self._plan.preserve_rng)
+        y_TD = run_recomputed(block, [x_TD], context, [kept], self._plan.preserve_rng)
         self._offloader.statistics.end_forward(kept.call, began)
         return y_TD
 
@@ -207,10 +216,12 @@ class ActivationManager:
     def describe(self) -> str:
         """Say in one line what was chosen. Known in full after the first forward, which shows the size of inputs."""
         if not self._plan.recompute:
+            recomputed = ", ".join(sorted(self._plan.recompute_modules))
+            again = f"those of {recomputed} recomputed, others " if recomputed else ""
             if self._offloader is None:
-                return "activations: kept"
+                return f"activations: {again}kept"
             modules = ", ".join(sorted(self._plan.offload_modules))
-            return f"activations: kept, those of {modules} offloaded to {self._offloader.describe()}"
+            return f"activations: {again}kept, those of {modules} offloaded to {self._offloader.describe()}"
         some = "" if self._plan.num_recomputed is None else f" in the first {self._plan.num_recomputed} blocks"
         if self._offloader is None:
             return f"activations: recomputed{some}, block inputs kept on the device"

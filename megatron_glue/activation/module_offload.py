@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_glue.activation.extents import round_up
 from megatron_glue.activation.offloader import InputOffloader, OffloadedInput
-from megatron_glue.activation.recompute import BlockInput
+from megatron_glue.activation.recompute import enter_block
 from megatron_glue.types import ForwardContext
 
 LEAST_SHARE = 8
@@ -72,9 +72,8 @@ def run_offloaded(
     Raises:
         OSError: The tier is full or cannot be written.
     """
-    # Without an input that needs a gradient, nothing would tell when the block's backward ends.
-    anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
-    y = block(BlockInput.apply(x, anchor, call), replace(context, saved_tensor_regions=call.region))
+    (entered,) = enter_block(call, x)
+    y = block(entered, replace(context, saved_tensor_regions=call.region))
     call.end_forward(context.micro_batch)
     if not y.requires_grad:
         call.finish()

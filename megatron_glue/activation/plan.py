@@ -39,6 +39,7 @@ class ActivationPlan:
     Attributes:
         recompute: Run each block a second time in backward instead of keeping its intermediate results.
         num_recomputed: Recompute this many blocks of the model part, the first ones; None means all.
+        recompute_modules: Modules of blocks that are not recomputed whole which are recomputed (see ``selective.py``).
         offload: Move the input of a recomputed block off the device until backward.
         offload_share: Which inputs of recomputed blocks leave; None: all.
         offload_modules: Regions of blocks that are not recomputed whose saved tensors move off the device (see
@@ -60,6 +61,7 @@ class ActivationPlan:
 
     recompute: bool = False
     num_recomputed: int | None = None
+    recompute_modules: frozenset[str] = frozenset()
     offload: bool = False
     offload_share: OffloadShare | None = None
     offload_modules: frozenset[str] = frozenset()

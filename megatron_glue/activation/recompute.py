@@ -19,7 +19,7 @@ operators that autograd sees. It must keep tensors for backward through ``save_f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -30,7 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_glue.types import ForwardContext, SavedDecisions
 
-Block = Callable[[Tensor, ForwardContext], Tensor]
+Block = Callable[..., Tensor]
+"""``block(x, context)``, or a stretch of one with several inputs, ``stretch(x, y, ..., context)``."""
 
 
 class KeptInput(Protocol):
@@ -72,25 +73,26 @@ class InputInMemory:
         self._x = None
 
 
-def run_recomputed(block: Block, x: Tensor, context: ForwardContext, kept: KeptInput, preserve_rng: bool) -> Tensor:
+def run_recomputed(
+    block: Block, inputs: Sequence[Tensor], context: ForwardContext, kept: Sequence[KeptInput], preserve_rng: bool
+) -> Tensor:
     """Run a block so that backward computes its intermediate results again.
 
     Args:
-        block: Called as ``block(x, context)``, now and in backward.
-        x: Its input, any shape.
+        block: Called as ``block(*inputs, context)``, now and in backward.
+        inputs: Floating-point tensors of any shapes, at least one.
         context: Must not carry decisions.
-        kept: Provides ``x`` in backward.
+        kept: Provide the inputs in backward, one each.
         preserve_rng: Restore torch's global generators for the second run.
 
     Returns:
         The block's output.
     """
     assert context.decisions is None, "a block inside a recomputed block belongs to the outer one"
-    call = _BlockCall(block, replace(context, decisions=SavedDecisions()), kept, x.device, preserve_rng)
-    # Without an input that needs a gradient, nothing would tell when the block's backward ends.
-    anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
+    call = _BlockCall(block, replace(context, decisions=SavedDecisions()), kept, inputs[0].device, preserve_rng)
+    entered = enter_block(call, *inputs)
     with saved_tensors_hooks(call.forget, call.recall):
-        y = block(BlockInput.apply(x, anchor, call), call.context)
+        y = block(*entered, call.context)
     if not y.requires_grad:
         call.finish()
     return y
@@ -104,21 +106,27 @@ class EndsWithBackward(Protocol):
         ...
 
 
-class BlockInput(torch.autograd.Function):
+def enter_block(call: EndsWithBackward, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the inputs for a block whose backward ``call`` is told the end of."""
+    # Without an input that needs a gradient, nothing would tell when the block's backward ends.
+    anchor = None if any(x.requires_grad for x in inputs) else torch.empty(0, requires_grad=True)
+    return _BlockInputs.apply(call, anchor, *inputs)
+
+
+class _BlockInputs(torch.autograd.Function):
     """The identity. Its backward runs last in the block's backward: autograd prefers nodes that were made later."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, call: EndsWithBackward) -> Tensor:
-        """Return a view of ``x``; ``call`` is told when the block's backward has ended."""
+    def forward(ctx: Any, call: EndsWithBackward, anchor: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        return x.view_as(x)
+        return tuple(x.view_as(x) for x in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Tell ``call``, and pass the gradient on."""
         ctx.call.finish()
-        return grad_outputs[0] if ctx.needs_input_grad[0] else None, None, None
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *(grad if is_needed else None for grad, is_needed in zip(grad_outputs, needed, strict=True))
 
 
 class _EverythingRecomputedError(Exception):
@@ -129,12 +137,12 @@ class _BlockCall:
     """One block call between its forward and the end of its backward."""
 
     def __init__(
-        self, block: Block, context: ForwardContext, kept: KeptInput, device: torch.device, preserve_rng: bool
+        self, block: Block, context: ForwardContext, kept: Sequence[KeptInput], device: torch.device, preserve_rng: bool
     ) -> None:
         self.context = context
         self._block = block
         self._kept = kept
-        self._autocast = _current_autocast(device.type)
+        self._autocast = current_autocast(device.type)
         self._rng_state = _read_rng_state(device) if preserve_rng else None
         self._device = device
         self._forgotten: list[tuple[torch.Size, torch.dtype]] = []
@@ -162,7 +170,8 @@ class _BlockCall:
         if not self._is_finished:
             self._is_finished = True
             self._recomputed = None
-            self._kept.release()
+            for kept in self._kept:
+                kept.release()
 
     def _run_again(self) -> dict[int, Tensor]:
         saved: dict[int, Tensor] = {}
@@ -177,11 +186,11 @@ class _BlockCall:
 
         # Logs were written by the first run; a second entry would count everything twice.
         context = replace(self.context, is_recompute=True, router_log=None)
-        x = self._kept.fetch().detach().requires_grad_()
+        inputs = [kept.fetch().detach().requires_grad_() for kept in self._kept]
         rng = nullcontext() if self._rng_state is None else _restored_rng(self._device, self._rng_state)
         with rng, self._autocast(), torch.enable_grad(), saved_tensors_hooks(capture, _never_unpacked):
             try:
-                self._block(x, context)
+                self._block(*inputs, context)
             except _EverythingRecomputedError:
                 return saved
         raise RuntimeError(
@@ -202,7 +211,8 @@ def _never_unpacked(_: None) -> Tensor:
     raise AssertionError("the graph of the second run is not differentiated")
 
 
-def _current_autocast(device_type: str) -> Callable[[], torch.autocast]:
+def current_autocast(device_type: str) -> Callable[[], torch.autocast]:
+    """Return what enters the autocast state of this moment again."""
     enabled = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type)
     cache_enabled = torch.is_autocast_cache_enabled()

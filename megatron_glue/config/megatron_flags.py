@@ -36,7 +36,7 @@ TRANSLATED: dict[str, Translation] = {
     "--use-torch-fsdp2": _switch(data_parallel_engine="fsdp2"),
     "--use-distributed-optimizer": _switch(data_parallel_engine="fsdp2", zero_stage=2, is_approximate=True),
     "--deepspeed": _switch(data_parallel_engine="deepspeed"),
-    "--recompute-activations": _switch(recompute_granularity="full", is_approximate=True),
+    "--recompute-activations": _switch(recompute_granularity="selective"),
     "--moe-router-pre-softmax": _switch(moe_router_norm_topk_prob=False),
     "--moe-router-load-balancing-type": Translation(
         {
@@ -52,11 +52,10 @@ TRANSLATED: dict[str, Translation] = {
 FIELD_WORDS: dict[str, dict[str, str]] = {
     "position_embedding_type": {"learned_absolute": "learned"},
     "attention_backend": {"flash": "auto", "fused": "auto", "unfused": "auto", "local": "auto"},
-    "recompute_granularity": {"selective": "full"},
 }
 """Words of Megatron-LM behind flags that exist here, and the word each is taken as."""
 
-APPROXIMATE_WORD_FIELDS = frozenset({"attention_backend", "recompute_granularity"})
+APPROXIMATE_WORD_FIELDS = frozenset({"attention_backend"})
 """Fields among ``FIELD_WORDS`` whose translation the user should be told about."""
 
 SATISFIED: dict[str, int] = {

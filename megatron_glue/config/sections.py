@@ -27,6 +27,11 @@ OFFLOAD_REGIONS = ("attn_core", "mlp_act", "moe_act")
 and the product behind it, the experts of an MoE layer with dispatch and combine."""
 
 
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "layernorm", "moe_act")
+"""What ``--recompute-modules`` can name, in Megatron-LM's words: attention's kernel, a dense feed-forward (also the
+shared expert), an MoE layer, the results of a block's two norms, the results of the nonlinearity of experts."""
+
+
 class ParallelConfig(Section):
     """How ranks share the work. Sizes of 1 are off; data parallel size is what remains of the world."""
 
@@ -159,9 +164,14 @@ class CacheConfig(Section):
 class ActivationConfig(Section):
     """Recompute and offload of activations."""
 
-    recompute_granularity: Literal["auto", "none", "full"] = option(
+    recompute_granularity: Literal["auto", "none", "full", "selective"] = option(
         "auto",
-        "Recompute each block in backward; auto: full when offload or double buffer is on; off: none.",
+        "Recompute blocks in backward, whole (full) or some modules of them (selective); auto: full when offload or "
+        "double buffer is on; off: none.",
+    )
+    recompute_modules: tuple[str, ...] = option(
+        ("core_attn",),
+        f"Modules that --recompute-granularity selective recomputes: {', '.join(RECOMPUTE_MODULES)}.",
     )
     recompute_method: Literal["uniform", "block"] = option(
         "uniform", "Which blocks to recompute: all (uniform), or the first of each pipeline stage (block)."
@@ -302,6 +312,12 @@ class RunConfig(Section):
         if self.activation.recompute_granularity == "auto":
             return self.offload and not self.activation.offload_modules
         return self.activation.recompute_granularity == "full"
+
+    @property
+    def recomputed_modules(self) -> frozenset[str]:
+        """Modules of each block that are recomputed in backward; none where whole blocks are."""
+        activation = self.activation
+        return frozenset(activation.recompute_modules if activation.recompute_granularity == "selective" else ())
 
     @property
     def num_recomputed_blocks(self) -> int | None:

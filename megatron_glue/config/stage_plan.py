@@ -149,7 +149,7 @@ def schedule_problems(config: RunConfig, world_size: int) -> Iterator[ConfigErro
         yield ConfigError(
             flag_of("pipeline_schedule"), schedule, "runs one stage per rank", "use interleaved for virtual stages"
         )
-    if schedule == "zb" and (config.recompute or config.offload):
+    if schedule == "zb" and (config.recompute or config.recomputed_modules or config.offload):
         yield ConfigError(
             flag_of("pipeline_schedule"),
             schedule,

@@ -16,7 +16,13 @@ from typing import Any
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.layout_rules import LAYOUT_RULES, Rule, layout_warnings
-from megatron_glue.config.sections import OFFLOAD_REGIONS, ActivationConfig, MoEConfig, RunConfig
+from megatron_glue.config.sections import (
+    OFFLOAD_REGIONS,
+    RECOMPUTE_MODULES,
+    ActivationConfig,
+    MoEConfig,
+    RunConfig,
+)
 
 
 def validate(config: RunConfig, world_size: int, device_type: str | None = None) -> list[str]:
@@ -199,7 +205,8 @@ def _recompute(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
             "give --recompute-num-layers",
         )
     yield from _offload_modules(config)
-    if activation.recompute_granularity != "none" or activation.offload_modules:
+    yield from _recompute_modules(config)
+    if activation.recompute_granularity in ("auto", "full") or activation.offload_modules:
         return
     for field, is_on in (
         ("enable_double_buffer", config.accelerator.enable_double_buffer),
@@ -210,7 +217,24 @@ def _recompute(config: RunConfig, world_size: int) -> Iterator[ConfigError]:
                 field,
                 "on",
                 "block inputs leave the device only when blocks are recomputed from them",
-                "drop --recompute-granularity none, or turn this off",
+                f"drop --recompute-granularity {activation.recompute_granularity}, or turn this off",
+            )
+
+
+def _recompute_modules(config: RunConfig) -> Iterator[ConfigError]:
+    modules = config.activation.recompute_modules
+    for module in modules:
+        if module not in RECOMPUTE_MODULES:
+            yield _error("recompute_modules", module, "no module of that name", f"use {', '.join(RECOMPUTE_MODULES)}")
+    if config.activation.recompute_granularity == "selective" and not modules:
+        yield _error("recompute_modules", "", "nothing would be recomputed", "name one, or drop selective recompute")
+    for module in sorted(config.recomputed_modules):
+        for region in set(config.activation.offload_modules) & OVERLAPPING_REGIONS.get(module, set()):
+            yield _error(
+                "recompute_modules",
+                module,
+                f"computes again what --offload-modules {region} keeps off the device",
+                "recompute or offload it, not both",
             )
 
 
@@ -280,6 +304,14 @@ RULES: tuple[Rule, ...] = (
 """All rules, most basic first."""
 
 
+OVERLAPPING_REGIONS: dict[str, set[str]] = {
+    "core_attn": {"attn_core"},
+    "mlp": {"mlp_act"},
+    "moe": {"mlp_act", "moe_act"},
+    "moe_act": {"moe_act"},
+}
+"""Of each module that can be recomputed, what of it can be offloaded instead."""
+
 OFFLOAD_FIELDS = (
     "activation_offload_dir",
     "activation_debug_poison",
@@ -328,6 +360,9 @@ def _warnings(config: RunConfig, world_size: int, device_type: str) -> Iterator[
         )
     if config.cache.cache_tier == "host" and not accelerator.enable_metadata_cache:
         yield "--cache-tier=host: without --use-packed-cache every layer fetches its rows from the host on its own"
+    plain_modules = ActivationConfig().recompute_modules
+    if not config.recomputed_modules and config.activation.recompute_modules != plain_modules:
+        yield "--recompute-modules: no effect without --recompute-granularity selective"
     if not config.recompute and config.activation.recompute_num_layers is not None:
         yield "--recompute-num-layers: no effect without recompute (--recompute-granularity full)"
     if not config.offload:

@@ -146,21 +146,26 @@ class PackedAttention(nn.Module):
         Returns:
             The rows of ``x_TD``.
         """
-        shape, sequence = self.shape, context.sequence
-        metadata = self._metadata_cache.for_sequence(sequence, shape.window)
         projected = self._project(x_TD, context)
         out_bias_D = None if self.out_bias is None else local(self.out_bias, x_TD.dtype)
         out_weight = local(self.out_weight, x_TD.dtype)
         # The kernel's output is kept by the product behind it too, so both are one region.
         with context.region("attn_core", out_weight):
-            out_THC = self._kernel(
-                *projected,
-                metadata,
-                window=shape.window,
-                scale=shape.head_dim**-0.5,
-                dropout=self._dropout(context),
-            )
+            out_THC = context.recompute("core_attn", self._attend, *projected)
             return row_linear(out_THC.flatten(1), out_weight, out_bias_D, self._tensor_parallel, self._matmul)
+
+    def _attend(self, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, context: ForwardContext) -> Tensor:
+        """Run the kernel: [T, H, C]."""
+        shape = self.shape
+        return self._kernel(
+            q_THC,
+            k_TGC,
+            v_TGC,
+            self._metadata_cache.for_sequence(context.sequence, shape.window),
+            window=shape.window,
+            scale=shape.head_dim**-0.5,
+            dropout=self._dropout(context),
+        )
 
     def _project(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, H, C], k and v [T, G, C], normalised and rotated."""

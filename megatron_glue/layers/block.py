@@ -57,8 +57,12 @@ class DecoderBlock(nn.Module):
         Returns:
             [T, D].
         """
-        x_TD = x_TD + self.attention_dropout(self.attention(self.attention_norm(x_TD), context), context)
-        return x_TD + self.ffn_dropout(self.ffn(self.ffn_norm(x_TD), context), context)
+        with context.rebuilt("layernorm", self.attention_norm, x_TD) as normalised_TD:
+            attended_TD = self.attention(normalised_TD, context)
+        x_TD = x_TD + self.attention_dropout(attended_TD, context)
+        with context.rebuilt("layernorm", self.ffn_norm, x_TD) as normalised_TD:
+            transformed_TD = self.ffn(normalised_TD, context)
+        return x_TD + self.ffn_dropout(transformed_TD, context)
 
 
 def build_decoder_block(model: ModelConfig, layer_index: int, ffn: nn.Module, build: LayerBuild) -> DecoderBlock:

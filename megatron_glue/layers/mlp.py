@@ -71,6 +71,9 @@ class FeedForward(nn.Module):
         Returns:
             [T, D].
         """
+        return context.recompute("mlp", self._transform, x_TD)
+
+    def _transform(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         bias_G = None if self.gate_up_bias is None else local(self.gate_up_bias, x_TD.dtype).flatten()
         hidden_TG = column_linear(
             x_TD, local(self.gate_up_weight, x_TD.dtype).flatten(0, 1), bias_G, self._tensor_parallel, self._matmul

@@ -241,6 +241,7 @@ def build_activation_manager(
     plan = ActivationPlan(
         recompute=config.recompute,
         num_recomputed=config.num_recomputed_blocks,
+        recompute_modules=config.recomputed_modules,
         offload=config.offload,
         offload_share=_offload_share(config, num_blocks),
         offload_modules=frozenset(config.activation.offload_modules),

@@ -19,6 +19,7 @@ SwiGLU, F for GELU).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 
@@ -34,6 +35,15 @@ from megatron_glue.parallel.precision import local
 ComputeExperts = Callable[[Tensor, Tensor], Tensor]
 """(rows [R, D] in the order of some experts, int64 rows of each of them) -> [R, D] in the same order. Rows past the
 last one of these belong to nobody; their results are never read."""
+
+
+Rebuilt = Callable[[Callable[[Tensor], Tensor], Tensor], AbstractContextManager[Tensor]]
+"""(function, x) -> context that gives ``function(x)``, which backward may compute again from x."""
+
+
+def _kept(function: Callable[[Tensor], Tensor], x: Tensor) -> AbstractContextManager[Tensor]:
+    """A :data:`Rebuilt` that keeps the result."""
+    return nullcontext(function(x))
 
 
 class GroupedExperts(nn.Module):
@@ -71,21 +81,23 @@ class GroupedExperts(nn.Module):
         """
         return self.compute(x_RD, counts_e, *self._weights(x_RD.dtype))
 
-    def split(self, sizes: Sequence[int], dtype: torch.dtype) -> list[ComputeExperts]:
+    def split(self, sizes: Sequence[int], dtype: torch.dtype, rebuilt: Rebuilt = _kept) -> list[ComputeExperts]:
         """Cut the experts into groups that are computed one after the other.
 
         Args:
             sizes: Experts of each group, with sum e.
             dtype: Of the rows.
+            rebuilt: How results of the nonlinearity are kept for backward.
 
         Returns:
             For each group what :meth:`forward` is for all experts. Weights are read, and their gradients put together,
             once for all groups.
         """
         if len(sizes) == 1:
-            return [self.forward]
-        weights = zip(*(weight.split(list(sizes)) for weight in self._weights(dtype)), strict=True)
-        return [partial(self.compute, gate_up_eGD=gate_up, down_eDF=down) for gate_up, down in weights]
+            weights = [self._weights(dtype)]
+        else:
+            weights = zip(*(weight.split(list(sizes)) for weight in self._weights(dtype)), strict=True)
+        return [partial(self.compute, gate_up_eGD=gate_up, down_eDF=down, rebuilt=rebuilt) for gate_up, down in weights]
 
     def split_by_slice(self, sizes: Sequence[int], dtype: torch.dtype, host_reader: HostReader) -> list[ComputeExperts]:
         """Cut the experts into groups that :meth:`forward_by_slice` computes.
@@ -138,11 +150,14 @@ class GroupedExperts(nn.Module):
         (compute,) = self.split_by_slice([self.num_local_experts], x_RD.dtype, host_reader)
         return compute(x_RD, counts_e)
 
-    def compute(self, x_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> Tensor:
-        """Compute some experts at once, of which the weights are given; see :meth:`forward`."""
+    def compute(
+        self, x_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, rebuilt: Rebuilt = _kept
+    ) -> Tensor:
+        """Compute some experts at once, of which the weights are given; see :meth:`forward` and :meth:`split`."""
         offsets_e = counts_e.cumsum(0)
         gate_up_RG = self._grouped_mm(x_RD, gate_up_eGD.transpose(1, 2), offsets_e)
-        return self._grouped_mm(self._activate(gate_up_RG), down_eDF.transpose(1, 2), offsets_e)
+        with rebuilt(self._activate, gate_up_RG) as hidden_RF:
+            return self._grouped_mm(hidden_RF, down_eDF.transpose(1, 2), offsets_e)
 
     def compute_slices(
         self, x_RD: Tensor, counts_e: Tensor, weights: list[tuple[Tensor, Tensor]], host_reader: HostReader

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +92,9 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: If the rows are not those of the context.
         """
+        return context.recompute("moe", self._run, x_TD)
+
+    def _run(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         rows = OwnRows.of(context, x_TD.shape[0])
         num_pad = rows.num_rows - rows.num_valid
         valid_TD = x_TD[: rows.num_valid] if num_pad else x_TD
@@ -119,7 +123,11 @@ class MoELayer(nn.Module):
         if is_overlapped:
             shared_TD = self._run_shared(x_TD, valid_TD, context)
         with context.region("moe_act"):
-            out_TD = self._run_experts(valid_TD, routing) if dispatch is None else dispatch.run(self._split_experts)
+            out_TD = (
+                self._run_experts(valid_TD, routing)
+                if dispatch is None
+                else dispatch.run(partial(self._split_experts, context))
+            )
         if shared_TD is not None:
             out_TD = out_TD + shared_TD
         balance_counts = saved.balance_counts if saved else counting.wait() if counting else None
@@ -167,9 +175,9 @@ class MoELayer(nn.Module):
             host_reader=self.config.host_reader,
         )
 
-    def _split_experts(self, sizes: Sequence[int], dtype: torch.dtype) -> list[ComputeExperts]:
+    def _split_experts(self, context: ForwardContext, sizes: Sequence[int], dtype: torch.dtype) -> list[ComputeExperts]:
         if self.config.one_pass:
-            return self.experts.split(sizes, dtype)
+            return self.experts.split(sizes, dtype, partial(context.rebuilt, "moe_act"))
         return self.experts.split_by_slice(sizes, dtype, self.config.host_reader)
 
     def _run_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:

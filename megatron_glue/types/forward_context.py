@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -36,6 +36,20 @@ class RouterRecord:
     aux_loss: Tensor
     z_loss: Tensor
     num_dropped_pairs: Tensor
+
+
+class SelectiveRecompute(Protocol):
+    """Runs stretches of a layer's forward so that backward computes again what they keep (``--recompute-modules``)."""
+
+    def run(
+        self, name: str, stretch: Callable[..., Tensor], inputs: Sequence[Tensor], context: ForwardContext
+    ) -> Tensor:
+        """See ``ForwardContext.recompute``."""
+        ...
+
+    def rebuild(self, name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> AbstractContextManager[Tensor]:
+        """See ``ForwardContext.rebuilt``."""
+        ...
 
 
 class SavedDecisions:
@@ -77,6 +91,7 @@ class ForwardContext:
             ``None`` for all.
         saved_tensor_regions: Returns the context manager of a named stretch of a layer's forward that uses some
             weights; tensors that autograd saves inside may be kept elsewhere. ``None``: autograd keeps them.
+        selective: Recomputes chosen modules of the block; ``None``: none.
     """
 
     sequence: PackedSequence
@@ -92,6 +107,36 @@ class ForwardContext:
     saved_tensor_regions: Callable[[str, Sequence[Tensor]], AbstractContextManager[Any]] | None = field(
         default=None, repr=False
     )
+
+    selective: SelectiveRecompute | None = field(default=None, repr=False)
+
+    def recompute(self, name: str, stretch: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Run ``stretch(*inputs, context)``, whose intermediate results backward may compute again.
+
+        Args:
+            name: One of the names in ``config.sections.RECOMPUTE_MODULES``.
+            stretch: A pure function of its inputs, of parameters and of the context that it is given.
+            inputs: Floating-point tensors.
+
+        Returns:
+            Its result.
+        """
+        if self.selective is None:
+            return stretch(*inputs, self)
+        return self.selective.run(name, stretch, inputs, self)
+
+    def rebuilt(self, name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> AbstractContextManager[Tensor]:
+        """Enter the stretch of a layer's forward that uses ``function(x)``, which backward may compute again.
+
+        Args:
+            name: One of the names in ``config.sections.RECOMPUTE_MODULES``.
+            function: Deterministic; its result shares no memory with ``x``.
+            x: Not written to before backward.
+
+        Returns:
+            The context, which gives the result. Autograd's saved tensors inside that are views of it may not be kept.
+        """
+        return nullcontext(function(x)) if self.selective is None else self.selective.rebuild(name, function, x)
 
     def region(self, name: str, *weights: Tensor) -> AbstractContextManager[Any]:
         """Enter a named stretch of a layer's forward, whose saved tensors may be offloaded (``--offload-modules``).

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_glue.config.sections import RunConfig
+from megatron_glue.config.sections import RECOMPUTE_MODULES, RunConfig
 from megatron_glue.models.build import BuildPlace, build_model
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.parallel.mesh import ParallelMesh
@@ -42,6 +42,25 @@ TECHNIQUES = {
             "offload_min_tensor_kb": 1,
         },
         "training": {"accelerator": {"enable_double_buffer": True}},
+    },
+    **{
+        f"{module} recomputed": {
+            "activation": {"recompute_granularity": "selective", "recompute_modules": (module,)},
+            "training": {"accelerator": {"enable_metadata_cache": True}},
+        }
+        for module in RECOMPUTE_MODULES
+    },
+    "all modules recomputed": {
+        "activation": {"recompute_granularity": "selective", "recompute_modules": RECOMPUTE_MODULES}
+    },
+    "norms and feed-forward recomputed, attention offloaded": {
+        "activation": {
+            "recompute_granularity": "selective",
+            "recompute_modules": ("layernorm", "mlp", "moe_act"),
+            "offload_modules": ("attn_core",),
+            "offload_min_tensor_kb": 0,
+            "activation_debug_poison": True,
+        }
     },
     "double buffer": {"training": {"accelerator": {"enable_double_buffer": True, "enable_metadata_cache": True}}},
 }

@@ -33,6 +33,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {"moe": {"num_experts": 0}},
 }
 RECOMPUTE = {"activation": {"recompute_granularity": "full"}}
+SELECTIVE = {
+    "activation": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("core_attn", "mlp", "moe", "layernorm", "moe_act"),
+    }
+}
 DOUBLE_BUFFER = {
     "training": {"accelerator": {"enable_metadata_cache": True, "enable_double_buffer": True}},
     "activation": {"activation_debug_poison": True},
@@ -58,6 +64,7 @@ CASES: dict[str, Case] = {
     "ddp zb experts": (4, "tied", PP2 | EP2 | {"pipeline_schedule": "zb"}, {}),
     "fsdp2 double buffer": (4, "tied", PP2 | FSDP2, DOUBLE_BUFFER),
     "fsdp2 interleaved kept gathered": (4, "untied", VIRTUAL | FSDP2 | {"zero_stage": 2}, {}),
+    "fsdp2 selective": (4, "tied", PP2 | FSDP2, SELECTIVE),
     "fsdp2 zb": (4, "tied", PP2 | FSDP2 | {"pipeline_schedule": "zb"}, {}),
     "fsdp2 experts": (4, "tied", PP2 | EP2 | FSDP2, {}),
     "tp": (4, "tied", PP2 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),

@@ -32,7 +32,7 @@ class LoggedInput(InputInMemory):
 
 def recomputed(block, x, *, preserve_rng=True, context=None):
     kept = LoggedInput(x)
-    return run_recomputed(block, x, context or context_of(), kept, preserve_rng), kept
+    return run_recomputed(block, [x], context or context_of(), [kept], preserve_rng), kept
 
 
 class FunctionBlock(nn.Module):
@@ -94,7 +94,7 @@ def test_input_is_released_after_its_last_reader():
     x = torch.randn(8, 4, requires_grad=True)
     kept = LoggedInput(x)
     kept.log = kept_log
-    run_recomputed(block, x, context_of(), kept, True).sum().backward()
+    run_recomputed(block, [x], context_of(), [kept], True).sum().backward()
     assert kept_log == ["fetch", "read", "release"]
 
 
@@ -107,7 +107,7 @@ def test_graph_keeps_neither_the_input_nor_intermediate_results():
     block.up.register_forward_hook(lambda module, args, y: storages.append(StorageWeakRef(y.untyped_storage())))
     x = torch.randn(8, 4).requires_grad_() * 1.0
     storages.append(StorageWeakRef(x.untyped_storage()))
-    y = run_recomputed(block, x, context_of(), Forgetful(x), True)
+    y = run_recomputed(block, [x], context_of(), [Forgetful(x)], True)
     del x
     assert y.requires_grad
     assert [storage.expired() for storage in storages] == [True, True]

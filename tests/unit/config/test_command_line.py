@@ -98,14 +98,11 @@ def test_ignored_flags_are_listed_once() -> None:
 
 
 def test_approximate_translations_are_told() -> None:
-    parsed = _parse(
-        "--use-distributed-optimizer", "--attention-backend", "flash", "--recompute-granularity", "selective"
-    )
+    parsed = _parse("--use-distributed-optimizer", "--attention-backend", "flash", "--recompute-activations")
     assert parsed.notes == [
         "--use-distributed-optimizer is taken as --data-parallel-engine fsdp2",
         "--use-distributed-optimizer is taken as --zero-stage 2",
         "--attention-backend flash is taken as --attention-backend auto",
-        "--recompute-granularity selective is taken as --recompute-granularity full",
     ]
     assert _parse("--bf16", "--attention-backend", "segments").notes == []
 

@@ -108,6 +108,34 @@ BROKEN: list[tuple[str, dict[str, Any], int, str, str]] = [
         "every block is recomputed",
     ),
     (
+        "unknown module to recompute",
+        {"activation": {"recompute_granularity": "selective", "recompute_modules": ("attn_core",)}},
+        1,
+        "--recompute-modules",
+        "no module of that name",
+    ),
+    (
+        "no module to recompute",
+        {"activation": {"recompute_granularity": "selective", "recompute_modules": ()}},
+        1,
+        "--recompute-modules",
+        "nothing would be recomputed",
+    ),
+    (
+        "module recomputed and offloaded",
+        {"activation": {"recompute_granularity": "selective", "offload_modules": ("attn_core",)}},
+        1,
+        "--recompute-modules",
+        "keeps off the device",
+    ),
+    (
+        "block inputs offloaded under selective recompute",
+        {"activation": {"recompute_granularity": "selective", "activation_offload": True}},
+        1,
+        "--activation-offload",
+        "recomputed from them",
+    ),
+    (
         "policy for modules",
         {"activation": {"offload_modules": ("attn_core",), "offload_policy": "auto"}},
         1,
@@ -216,6 +244,7 @@ def test_offload_folder_without_write_permission(tmp_path: Path, monkeypatch: py
         ({"activation": {"activation_debug_poison": True}}, "--activation-debug-poison"),
         ({"activation": {"conservative_sync": True}}, "--conservative-sync"),
         ({"activation": {"offload_max_inflight": 1}}, "--offload-max-inflight"),
+        ({"activation": {"recompute_modules": ("mlp",)}}, "--recompute-modules"),
         ({"activation": {"offload_policy": "auto"}}, "--offload-policy"),
         ({"activation": {"offload_num_layers": 1}}, "--offload-num-layers"),
         (

@@ -64,7 +64,7 @@ class Model(nn.Module):
 
     @staticmethod
     def _recompute(block: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
-        return run_recomputed(block, x, replace(context, decisions=None), InputInMemory(x), preserve_rng=False)
+        return run_recomputed(block, [x], replace(context, decisions=None), [InputInMemory(x)], preserve_rng=False)
 
 
 def step(model: nn.Module, x: Tensor) -> None:
