@@ -37,3 +37,10 @@ def test_a_senseless_request_is_refused(monkeypatch, capsys):
         runpy.run_path(str(TOOL))["main"]()
     assert caught.value.code == 2
     assert "--ranks: use at least 1" in capsys.readouterr().err
+
+
+def test_waiting_for_a_late_rank_is_no_all_reduce_and_overlaps_count_once():
+    busy_ms = runpy.run_path(str(TOOL))["busy_ms"]
+    assert busy_ms([[[0.0, 5.0]], [[4.0, 5.0]]]) == pytest.approx(1e3)
+    assert busy_ms([[[0.0, 2.0], [1.0, 4.0], [6.0, 7.0]]]) == pytest.approx(5e3)
+    assert busy_ms([[], []]) == 0.0

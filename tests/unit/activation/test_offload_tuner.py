@@ -81,7 +81,7 @@ def test_two_steps_are_measured_and_figures_go_on(tmp_path, monkeypatch):
     assert costs.away_ms >= 2
     assert costs.back_ms >= 4
     assert costs.backward_ms >= 10
-    assert 0 < costs.forward_ms < costs.backward_ms
+    assert costs.forward_ms > 0
     assert len(parts.step_times()) == 4, "measuring resets nothing"
     assert parts.timelines() == [[]], "and leaves no timeline that nobody asked for"
     parts.close()
