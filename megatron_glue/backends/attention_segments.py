@@ -13,6 +13,7 @@ one piece, L their padded length, X heads of either kind.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron_glue.backends.attention import (
     explicit_attention,
     restore_padding,
 )
+from megatron_glue.backends.attention_long import LongSegmentAttention
 from megatron_glue.backends.attention_metadata import SegmentsMetadata
 
 HAS_FLASH_CPU = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu") and hasattr(
@@ -33,25 +35,41 @@ HAS_FLASH_CPU = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for
 )
 
 
-def segments_attention(
-    q_THC: Tensor,
-    k_TGC: Tensor,
-    v_TGC: Tensor,
-    metadata: SegmentsMetadata,
-    *,
-    window: int,
-    scale: float,
-    dropout: AttentionDropout | None,
-) -> Tensor:
-    """Attend inside each segment. See :class:`~megatron_glue.backends.attention.AttentionKernel`."""
-    qkv = tuple(cut_padding(x_TXC, metadata.num_valid_tokens) for x_TXC in (q_THC, k_TGC, v_TGC))
-    if metadata.num_valid_tokens == 0:
-        out_VHC = attend_to_nothing(*qkv)
-    elif dropout is None and HAS_FLASH_CPU and q_THC.device.type == "cpu":
-        out_VHC = _FlashOnCpu.apply(*qkv, metadata, window, scale)
-    else:
-        out_VHC = _attend_through_autograd(qkv, metadata, window, scale, dropout)
-    return restore_padding(out_VHC, metadata.num_tokens)
+@dataclass(frozen=True, eq=False)
+class SegmentsAttention:
+    """Attention inside each segment. See :class:`~megatron_glue.backends.attention.AttentionKernel`.
+
+    Attributes:
+        long_segments: What takes long segments where no window cuts them; ``None``: the kernel that takes all others.
+    """
+
+    long_segments: LongSegmentAttention | None
+
+    def __call__(
+        self,
+        q_THC: Tensor,
+        k_TGC: Tensor,
+        v_TGC: Tensor,
+        metadata: SegmentsMetadata,
+        *,
+        window: int,
+        scale: float,
+        dropout: AttentionDropout | None,
+    ) -> Tensor:
+        """Attend."""
+        qkv = tuple(cut_padding(x_TXC, metadata.num_valid_tokens) for x_TXC in (q_THC, k_TGC, v_TGC))
+        if metadata.num_valid_tokens == 0:
+            out_VHC = attend_to_nothing(*qkv)
+        elif dropout is None and HAS_FLASH_CPU and q_THC.device.type == "cpu":
+            long_segments = self.long_segments if q_THC.dtype == torch.float32 else None
+            out_VHC = _FlashOnCpu.apply(*qkv, metadata, window, scale, long_segments)
+        else:
+            out_VHC = _attend_through_autograd(qkv, metadata, window, scale, dropout)
+        return restore_padding(out_VHC, metadata.num_tokens)
+
+
+segments_attention = SegmentsAttention(None)
+"""All segments through one kernel."""
 
 
 def _as_pieces(rows_RXC: Tensor, metadata: SegmentsMetadata) -> list[Tensor]:
@@ -120,16 +138,33 @@ def _attend_through_autograd(
     return _join_pieces(outs, metadata)
 
 
+def _is_long(q_nHLC: Tensor, bias_LL: Tensor | None, long_segments: LongSegmentAttention) -> bool:
+    return bias_LL is None and q_nHLC.shape[0] == 1 and q_nHLC.shape[2] >= long_segments.min_tokens
+
+
 class _FlashOnCpu(torch.autograd.Function):
     """All pieces as one node of the autograd graph: each gradient is written once, and kv heads are not repeated."""
 
     @staticmethod
     def forward(
-        ctx: Any, q_VHC: Tensor, k_VGC: Tensor, v_VGC: Tensor, metadata: SegmentsMetadata, window: int, scale: float
+        ctx: Any,
+        q_VHC: Tensor,
+        k_VGC: Tensor,
+        v_VGC: Tensor,
+        metadata: SegmentsMetadata,
+        window: int,
+        scale: float,
+        long_segments: LongSegmentAttention | None,
     ) -> Tensor:
         outs, lses = [], []
         for q, k, v in zip(*(_split_pieces(x, metadata) for x in (q_VHC, k_VGC, v_VGC)), strict=True):
             bias = _bias_of_length(metadata, window, q.shape[2], q.dtype)
+            if long_segments is not None and _is_long(q, bias, long_segments):
+                q_LHC, k_LGC, v_LGC = (x[0].transpose(0, 1) for x in (q, k, v))
+                out_LHC, lse = long_segments.forward(q_LHC, k_LGC, v_LGC, scale)
+                outs.append(out_LHC.transpose(0, 1)[None])
+                lses.append(lse)
+                continue
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, bias is None, attn_mask=bias, scale=scale
             )
@@ -137,7 +172,7 @@ class _FlashOnCpu(torch.autograd.Function):
             lses.append(lse)
         out_VHC = _join_pieces(outs, metadata)
         ctx.save_for_backward(q_VHC, k_VGC, v_VGC, out_VHC, *lses)
-        ctx.layout, ctx.window, ctx.scale = metadata, window, scale
+        ctx.layout, ctx.window, ctx.scale, ctx.long_segments = metadata, window, scale, long_segments
         return out_VHC
 
     @staticmethod
@@ -149,10 +184,15 @@ class _FlashOnCpu(torch.autograd.Function):
         split = (_split_gradient(grad_outputs[0], metadata), *(_split_pieces(x, metadata) for x in saved))
         for grad, q, k, v, out, lse in zip(*split, lses, strict=True):
             bias = _bias_of_length(metadata, ctx.window, q.shape[2], q.dtype)
+            if ctx.long_segments is not None and _is_long(q, bias, ctx.long_segments):
+                rows = [x[0].transpose(0, 1) for x in (grad, q, k, v, out)]
+                of_rows = ctx.long_segments.backward(rows[0], (rows[1], rows[2], rows[3]), rows[4], lse, ctx.scale)
+                grads.append(tuple(x.transpose(0, 1)[None] for x in of_rows))
+                continue
             grads.append(
                 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                     grad, q, k, v, out, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale
                 )
             )
         joined = [_join_pieces(list(pieces), metadata) for pieces in zip(*grads, strict=True)]
-        return *joined, None, None, None
+        return *joined, None, None, None, None

@@ -19,8 +19,10 @@ from megatron_glue.backends.apex import layer_norm_apex, rms_norm_apex, why_not_
 from megatron_glue.backends.attention import AttentionKernel
 from megatron_glue.backends.attention_dense import dense_attention
 from megatron_glue.backends.attention_flex import flex_attention
-from megatron_glue.backends.attention_segments import segments_attention
+from megatron_glue.backends.attention_long import LongSegmentAttention
+from megatron_glue.backends.attention_segments import SegmentsAttention, segments_attention
 from megatron_glue.backends.attention_varlen import varlen_attention
+from megatron_glue.backends.core_pool import CorePool
 from megatron_glue.backends.grouped_mm import (
     GroupedMM,
     GroupedMMLoop,
@@ -177,6 +179,13 @@ def _why_not_norm_cpu(needs: Needs) -> str:
     return "" if needs.dtype in (torch.float32, torch.float64) else f"it computes in fp32, not in {needs.dtype}"
 
 
+def _load_segments(needs: Needs, _reader: HostReader) -> AttentionKernel:
+    """Long segments by oneDNN's products, where those are what ``auto`` takes."""
+    if _why_not_onednn(needs) or _why_not_onednn_by_itself(needs):
+        return segments_attention
+    return SegmentsAttention(LongSegmentAttention(OnednnMatMul(), CorePool()))
+
+
 def _load_grouped_mm_torch(needs: Needs, reader: HostReader) -> GroupedMM:
     return GroupedMMWithReads(reader) if reads_offsets(needs.device, needs.dtype) else grouped_mm_torch
 
@@ -238,7 +247,7 @@ def _only_by_name(_needs: Needs) -> str:
 # are faster, and even asking means importing them, which takes seconds.
 _ATTENTION: tuple[Entry[AttentionKernel], ...] = (
     Entry("varlen", lambda *_: varlen_attention, _why_not_varlen),
-    Entry("segments", lambda *_: segments_attention, _nothing),
+    Entry("segments", _load_segments, _nothing),
     Entry("flex", lambda *_: flex_attention, _why_not_flex),
     Entry("dense", lambda *_: dense_attention, _nothing),
     Entry("te", lambda *_: TransformerEngineAttention(), _why_not_te_attention, why_not_auto=_only_by_name),

@@ -6,7 +6,7 @@ import torch
 from megatron_glue.backends import registry
 from megatron_glue.backends.apex import layer_norm_apex, rms_norm_apex
 from megatron_glue.backends.attention_metadata import METADATA_BUILDERS
-from megatron_glue.backends.attention_segments import segments_attention
+from megatron_glue.backends.attention_segments import SegmentsAttention, segments_attention
 from megatron_glue.backends.grouped_mm import GroupedMMLoop, GroupedMMWithReads, grouped_mm_torch
 from megatron_glue.backends.norm import rms_norm_cpu, rms_norm_torch
 from megatron_glue.backends.permutation import TORCH_PERMUTATION
@@ -42,7 +42,8 @@ def gpu(monkeypatch):
 def test_auto_on_a_cpu(monkeypatch, is_intel):
     monkeypatch.setattr(registry, "is_intel_processor", lambda: is_intel)
     backends = resolve(BackendConfig(), "cpu", torch.float32, head_dim=64)
-    assert backends.attention is segments_attention
+    assert (backends.attention is segments_attention) is is_intel
+    assert isinstance(backends.attention, SegmentsAttention)
     assert backends.attention_layout == "segments"
     assert backends.rms_norm is rms_norm_cpu
     assert (backends.grouped_mm is grouped_mm_torch) is is_intel
