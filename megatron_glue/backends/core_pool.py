@@ -46,12 +46,24 @@ class CorePool:
             if self._pool is not None:
                 self._pool.shutdown()
             self._num_threads = num_threads
-            self._pool = ThreadPoolExecutor(num_threads, "core", initializer=torch.set_num_threads, initargs=(1,))
+            self._pool = ThreadPoolExecutor(num_threads, "core", initializer=_take_one_core)
             for future in [self._pool.submit(torch.get_num_threads) for _ in range(num_threads)]:
                 future.result()
             # A thread's own number is set by itself, and so is the number of threads that are still to be made.
             torch.set_num_threads(num_threads)
         return self._pool
+
+
+def _take_one_core() -> None:
+    """Let a new thread compute on one core, and OpenMP know that there are more threads than cores.
+
+    OpenMP's own threads spin for milliseconds behind every parallel loop, on the cores that this pool wants. GNU's
+    runtime spins a thousandth of that once it manages more threads than there are cores: the thread that it makes here
+    for a loop of two goes to sleep and stays.
+    """
+    torch.set_num_threads(2)
+    torch.ones(2**17).add_(1.0)
+    torch.set_num_threads(1)
 
 
 def share_out(costs: Sequence[int], num_shares: int) -> list[list[int]]:

@@ -232,6 +232,9 @@ class BackendConfig(Section):
     permutation_backend: Literal["auto", "triton", "torch"] = option("auto", "Rows into expert order and back.")
     router_backend: Literal["auto", "triton", "torch"] = option("auto", "Scores, choice and weights from logits.")
     optimizer_backend: Literal["auto", "fused", "foreach", "te", "apex"] = option("auto", "AdamW update.")
+    host_allocator: Literal["auto", "system"] = option(
+        "auto", "Let glibc keep freed memory for the next step on a CPU; off: system, as the C library comes."
+    )
     matmul_backend: Literal["auto", "torch", "onednn", "te"] = option(
         "auto", "Products of linear layers, experts and the loss; onednn: for fp32 on a CPU, te: for bf16 on CUDA."
     )

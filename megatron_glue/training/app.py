@@ -26,6 +26,7 @@ from megatron_glue.config.sections import RunConfig
 from megatron_glue.config.validation import validate
 from megatron_glue.parallel.agreement import is_lost_peer, is_out_of_memory, together
 from megatron_glue.parallel.collectives import broadcast_, max_over_ranks
+from megatron_glue.parallel.host_allocator import keep_freed_memory
 from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint.facts import damage_named
@@ -92,6 +93,8 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable
     config = resolved.config
     logging.basicConfig(level=config.accelerator.log_level.upper(), format="%(name)s: %(message)s")
     device = choose_device(config.training.device, environment)
+    if device.type == "cpu" and config.backend.host_allocator == "auto":
+        keep_freed_memory()
     warnings = [*resolved.warnings, *validate(config, environment.world_size, device.type)]
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     with distributed_session(environment, timeout, device):

@@ -19,6 +19,7 @@ import megatron_glue
 from megatron_glue.config.environment import RankEnvironment, read_environment
 from megatron_glue.config.loading import resolve_config
 from megatron_glue.config.validation import validate
+from megatron_glue.parallel.host_allocator import keep_freed_memory
 from megatron_glue.parallel.launch import init_distributed
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.proofs.given_batches import GivenData, session_over_batches
@@ -33,6 +34,7 @@ def build(spec: BenchSpec, rank: int) -> tuple[Callable[[], float], dict[str, An
     config = resolve_config(_flags(spec), {}, GPT_DEFAULTS, "tools/bench/peers.py").config
     validate(config, spec.world_size)
     device = torch.device("cpu")
+    keep_freed_memory()  # as training/app.py does
     environment = RankEnvironment.from_mapping(read_environment())
     init_distributed(environment, timedelta(minutes=5), device)
     mesh = ParallelMesh.build(config.parallel, "cpu")
