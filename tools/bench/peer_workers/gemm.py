@@ -37,12 +37,12 @@ def num_flops(spec: BenchSpec) -> int:
 
 
 def num_attention_flops(spec: BenchSpec) -> int:
-    """Those of causal attention, of all processes: half of each document's square, twice in forward, five times back.
+    """Those of causal attention, of all processes: half of each document's square, twice in forward, four times back.
 
     Documents have the mean length of their range.
     """
     length = spec.row_tokens if spec.document_tokens is None else sum(spec.document_tokens) // 2
-    return spec.world_size * spec.num_layers * 7 * spec.num_tokens * length * spec.hidden_size
+    return spec.world_size * spec.num_layers * 6 * spec.num_tokens * length * spec.hidden_size
 
 
 def build(spec: BenchSpec, rank: int) -> tuple[Callable[[], float], dict[str, Any]]:
