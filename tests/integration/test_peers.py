@@ -57,10 +57,11 @@ def test_contestants_take_turns_and_absent_ones_say_why(
 
 def test_two_processes_split_the_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = replace(TINY, num_experts=4, top_k=2, world_size=2)
-    monkeypatch.setattr(peers, "CASES", {"ep": peers.Case(spec, OWN_MATH)})
-    assert run(monkeypatch, "--cases", "ep", "--rounds", "1", "--warmup", "0", "--json", str(tmp_path / "p.json")) == 0
+    monkeypatch.setattr(peers, "CASES", {"ep": peers.Case(spec, (*OWN_MATH, peers.MEGATRON))})
+    words = ["--cases", "ep", "--rounds", "1", "--warmup", "0", "--without-peers", "--row-tokens", "16"]
+    assert run(monkeypatch, *words, "--json", str(tmp_path / "p.json")) == 0
     own = next(row for row in json.loads((tmp_path / "p.json").read_text())["ep"] if row["name"] == peers.OURS)
-    assert own["tokens_per_s"] == pytest.approx(2 * spec.num_tokens / own["median_s"])
+    assert own["tokens_per_s"] == pytest.approx(2 * 32 / own["median_s"])
     assert own["first_loss"] == pytest.approx(np.log(64), rel=0.05)
 
 
@@ -77,7 +78,10 @@ def test_every_implementation_draws_the_same_data() -> None:
     assert protocol.BenchSpec.from_json(spec.to_json()) == spec
 
 
-@pytest.mark.parametrize(("words", "named"), [(("--rounds", "0"), "--rounds"), (("--cases", "nothing"), "--cases")])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(("--rounds", "0"), "--rounds"), (("--row-tokens", "1"), "--row-tokens"), (("--cases", "nothing"), "--cases")],
+)
 def test_wrong_use_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], named: str
 ) -> None:

@@ -12,6 +12,7 @@ the default of the AdamW class. Peers that are not installed, or cannot do a cas
 
     python tools/bench/peers.py --peer-python peers/bin/python
     python tools/bench/peers.py --cases dense "MoE, 64 experts top-4" --rounds 5 --json peers.json
+    python tools/bench/peers.py --cases "dense, packed" --without-peers --row-tokens 16384
 """
 
 from __future__ import annotations
@@ -222,6 +223,8 @@ def run_case(case: Case, arguments: argparse.Namespace, console: Console) -> lis
     teams: list[Team] = []
     try:
         for contestant in case.contestants:
+            if contestant.is_peer and arguments.without_peers:
+                continue
             python = arguments.peer_python if contestant.is_peer else sys.executable
             environ = peer_environ if contestant.is_peer else own_environ
             teams.append(Team.start(contestant, spec, python, environ))
@@ -329,11 +332,15 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of each process (default 2; EP 2: 1)")
     parser.add_argument("--peer-python", default=sys.executable, metavar="P", help="interpreter that has the peers")
     parser.add_argument("--mcore", metavar="D", help="unpacked source archive of megatron-core; unset: as installed")
+    parser.add_argument("--without-peers", action="store_true", help="this project alone, beside the products alone")
+    parser.add_argument("--row-tokens", type=int, metavar="N", help="tokens of a row, in place of each case's own")
     parser.add_argument("--json", metavar="F", help="write all figures there")
     arguments = parser.parse_args(words)
     for name, least in (("rounds", 1), ("warmup", 0), ("threads", 1)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name}", getattr(arguments, name), "too few", f"use at least {least}")
+    if arguments.row_tokens is not None and arguments.row_tokens < 2:
+        raise ConfigError("--row-tokens", arguments.row_tokens, "too few", "use at least 2")
     for name in arguments.cases:
         if name not in CASES:
             raise ConfigError("--cases", name, "no such case", f"use some of {list(CASES)}")
@@ -352,6 +359,8 @@ def main() -> int:
         progress = Console(stderr=True)
         progress.print(name, highlight=False)
         case = CASES[name]
+        if arguments.row_tokens is not None:
+            case = replace(case, spec=replace(case.spec, row_tokens=arguments.row_tokens))
         teams = run_case(case, arguments, progress)
         if absent := next((team.absent for team in teams if team.contestant.name == OURS), ""):
             print(f"error: {name}: {absent}", file=sys.stderr)
