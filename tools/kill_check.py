@@ -70,12 +70,15 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         "--tolerance", type=float, default=1e-3, metavar="X", help="of losses when layouts take turns (1e-3)"
     )
     parser.add_argument("--end-timeout-s", type=float, default=30.0, metavar="S", help="for others to end (default 30)")
-    parser.add_argument("--run-timeout-s", type=float, default=900.0, metavar="S", help="of one start (default 900)")
+    parser.add_argument(
+        "--run-timeout-s", type=float, metavar="S", help="of one start (default 900, or 2 per step where that is more)"
+    )
     parser.add_argument("--json", metavar="F", help="write all rounds there")
     arguments, rest = parser.parse_known_args()
     for name in ("kills", "tolerance", "end_timeout_s", "run_timeout_s"):
-        if not getattr(arguments, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')}", getattr(arguments, name), "not positive", "give more")
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')}", value, "not positive", "give more")
     return arguments, rest
 
 

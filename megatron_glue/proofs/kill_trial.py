@@ -110,7 +110,7 @@ class TrialSettings:
         tolerance: Relative difference of losses that is allowed when several layouts take turns.
         is_cold: Start commands instead of forking processes.
         end_timeout_s: Longest time for the other processes to end.
-        run_timeout_s: Longest time of one start.
+        run_timeout_s: Longest time of one start; ``None``: what a slow machine needs for all steps.
     """
 
     num_kills: int
@@ -118,12 +118,17 @@ class TrialSettings:
     tolerance: float = 1e-3
     is_cold: bool = False
     end_timeout_s: float = 30.0
-    run_timeout_s: float = 900.0
+    run_timeout_s: float | None = None
 
     @property
     def num_steps(self) -> int:
         """Steps of a run that is long enough to be killed so often: most rounds end less than a window further on."""
         return self.num_kills * WINDOW_STEPS + 40
+
+    @property
+    def longest_run_s(self) -> float:
+        """Limit of one start."""
+        return max(900.0, 2.0 * self.num_steps) if self.run_timeout_s is None else self.run_timeout_s
 
 
 class KillTrial:
@@ -208,8 +213,8 @@ class KillTrial:
     def _run_to_end(self, name: str, layout: Layout, saves: str, *more: str) -> dict[str, Any]:
         job = self._start(name, layout, saves, *more)
         try:
-            if not wait_until(lambda: job.exit_code is not None, self._settings.run_timeout_s):
-                raise CheckpointError(f"{name} still ran after {self._settings.run_timeout_s} s")
+            if not wait_until(lambda: job.exit_code is not None, self._settings.longest_run_s):
+                raise CheckpointError(f"{name} still ran after {self._settings.longest_run_s} s")
         finally:
             job.end()
         if job.exit_code != 0:
@@ -232,12 +237,12 @@ class KillTrial:
             return plan.moment == "starting" or len(saves) >= plan.count
 
         try:
-            wait_until(lambda: has_come() or job.exit_code is not None, self._settings.run_timeout_s)
+            wait_until(lambda: has_come() or job.exit_code is not None, self._settings.longest_run_s)
             time.sleep(plan.delay_s)
             if job.exit_code is not None:
                 result.failures.append(f"ended by itself with {job.exit_code}: {_last_words(job)}")
             elif not has_come():
-                result.failures.append(f"the moment did not come within {self._settings.run_timeout_s:.0f} s")
+                result.failures.append(f"the moment did not come within {self._settings.longest_run_s:.0f} s")
             everybody = job.processes()
             ranks = job.ranks()
             # Right after a start there may be no rank yet.

@@ -136,3 +136,10 @@ def test_layouts_that_take_turns_may_differ_a_little(tmp_path: Path, monkeypatch
     layouts = {"layouts": (TWO, Layout("one", 1))}
     assert course(tmp_path, monkeypatch, [3.0, 2.0 + 1e-4], [3.0, 2.0], **layouts)[0] == []
     assert course(tmp_path, monkeypatch, [3.0, 2.0 + 1e-2], [3.0, 2.0], **layouts)[0]
+
+
+def test_a_long_course_has_a_longer_limit() -> None:
+    """1,640 steps did not fit into 900 s beside other work."""
+    assert TrialSettings(num_kills=200).longest_run_s == 2 * TrialSettings(num_kills=200).num_steps
+    assert TrialSettings(num_kills=5).longest_run_s == 900
+    assert TrialSettings(num_kills=200, run_timeout_s=7.0).longest_run_s == 7.0
