@@ -42,8 +42,16 @@ def test_contestants_take_turns_and_absent_ones_say_why(
         "1",
         "--json",
         str(tmp_path / "peers.json"),
+        "--markdown",
+        str(tmp_path / "peers.md"),
+        "--machine",
+        "a test",
     ]
     assert run(monkeypatch, *words) == 0
+    page = (tmp_path / "peers.md").read_text()
+    assert "a test" in page
+    assert "1 x 64 tokens, packed from documents of 5-20; 1 process(es)." in page
+    assert "| somebody | absent: transformers cannot be imported" in page
     rows = {row["name"]: row for row in json.loads((tmp_path / "peers.json").read_text())["tiny"]}
     own = rows[peers.OURS]
     assert len(own["times_s"]) == 2

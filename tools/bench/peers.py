@@ -25,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import cpu_count
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ WORKERS = Path(__file__).resolve().parent / "peer_workers"
 sys.path.insert(0, str(WORKERS))
 
 from gemm import num_attention_flops, num_flops  # noqa: E402 # pyright: ignore[reportMissingImports]
+from page import markdown, table_cells  # noqa: E402 # pyright: ignore[reportMissingImports]
 from protocol import QUIT, STEP, BenchSpec  # noqa: E402 # pyright: ignore[reportMissingImports]
 
 OURS, OURS_OFFLOADED = "megatron_glue", "megatron_glue, double buffer"
@@ -274,41 +276,44 @@ def report(case: Case, teams: Sequence[Team]) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(name: str, case: Case, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Show a case, and the best peer's ratio below it."""
-    spec = case.spec
-    rows_text = f"{spec.num_rows} x {spec.row_tokens} tokens"
-    if spec.document_tokens:
-        rows_text += f" packed from documents of {spec.document_tokens[0]}-{spec.document_tokens[1]}"
-    table = Table(title=f"{name}: {rows_text}, {spec.world_size} process(es)", title_justify="left")
+def describe_data(spec: BenchSpec) -> str:
+    """What a step trains on."""
+    packed = (
+        f", packed from documents of {spec.document_tokens[0]}-{spec.document_tokens[1]}"
+        if spec.document_tokens
+        else ""
+    )
+    return f"{spec.num_rows} x {spec.row_tokens} tokens{packed}; {spec.world_size} process(es)"
+
+
+def print_table(title: str, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Show a case, and how ours stands below it."""
+    table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
-    for column in ("step s", "min-max", "tokens/s", "ours is", "GFLOP/s", "of torch.mm", "peak MiB", "loss"):
+    for column in ("step s", "min-max", "tokens/s", "ours is", "GFLOP/s", "of torch.mm", "peak MiB"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        if row["absent"]:
-            table.add_row(row["name"], "absent: " + row["absent"])
-            continue
-        has_loss = not row["name"].startswith("products")
-        table.add_row(
-            row["name"],
-            f"{row['median_s']:.3f}",
-            f"{row['min_s']:.3f}-{row['max_s']:.3f}",
-            f"{row['tokens_per_s']:,.0f}" if has_loss else "",
-            f"{row['ratio_to_ours']:.2f}x" if row["is_peer"] else "",
-            f"{row['gflops']:.0f}",
-            f"{row['share_of_torch_mm']:.0%}",
-            f"{row['peak_mib']:,.0f}",
-            f"{row['first_loss']:.3f} -> {row['last_loss']:.3f}" if has_loss else "",
-        )
+        if not row["absent"]:
+            table.add_row(*table_cells(row))
     console.print(table)
-    if best := best_peer(rows):
-        own = next(row for row in rows if row["name"] == OURS)
-        memory = own["peak_mib"] / min(row["peak_mib"] for row in rows if row.get("is_peer") and not row["absent"])
-        console.print(
-            f"{best['ratio_to_ours']:.2f}x the speed of the fastest peer ({best['name']}), {memory:.2f}x the memory "
-            "of the smallest\n",
-            highlight=False,
-        )
+    for row in rows:
+        if row["absent"]:
+            console.print(f"{row['name']}: absent: {row['absent']}", highlight=False)
+    if told := verdict(rows):
+        console.print(f"ours: {told}\n", highlight=False)
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Ours against the fastest and against the smallest peer; empty where no peer took part."""
+    best = best_peer(rows)
+    if best is None:
+        return ""
+    own = next(row for row in rows if row["name"] == OURS)
+    memory = own["peak_mib"] / min(row["peak_mib"] for row in rows if row.get("is_peer") and not row["absent"])
+    return (
+        f"{best['ratio_to_ours']:.2f}x the speed of the fastest peer ({best['name']}), {memory:.2f}x the memory of the "
+        "smallest"
+    )
 
 
 def best_peer(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -335,6 +340,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--without-peers", action="store_true", help="this project alone, beside the products alone")
     parser.add_argument("--row-tokens", type=int, metavar="N", help="tokens of a row, in place of each case's own")
     parser.add_argument("--json", metavar="F", help="write all figures there")
+    parser.add_argument("--markdown", metavar="F", help="write a page there, as docs/peers.md")
+    parser.add_argument("--machine", default=f"{cpu_count()} CPU cores", metavar="TEXT", help="named in that page")
     arguments = parser.parse_args(words)
     for name, least in (("rounds", 1), ("warmup", 0), ("threads", 1)):
         if getattr(arguments, name) < least:
@@ -354,7 +361,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    console, result = Console(width=150), {}
+    console, result, pages = Console(width=150), {}, {}
     for name in arguments.cases:
         progress = Console(stderr=True)
         progress.print(name, highlight=False)
@@ -366,10 +373,22 @@ def main() -> int:
             print(f"error: {name}: {absent}", file=sys.stderr)
             return 1
         result[name] = report(case, teams)
-        print_table(name, case, result[name], console)
+        print_table(f"{name}: {describe_data(case.spec)}", result[name], console)
+        pages[name] = describe_data(case.spec), result[name]
         if arguments.json:
             write_json(arguments.json, result)
+        if arguments.markdown:
+            verdicts = {done: told for done, rows in result.items() if (told := verdict(rows))}
+            text = markdown(pages, arguments.machine, arguments.rounds, verdicts)
+            write_aside(Path(arguments.markdown), text)
     return 0
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Write a file beside its place, then put it there."""
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
 
 
 if __name__ == "__main__":
