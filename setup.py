@@ -9,7 +9,13 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "megatron_glue/__init__.py").read_text(), re.MULTILINE).group(1)
 
 EXTRAS = {
-    "test": ["pytest>=8", "hypothesis>=6.100", "pytest-timeout>=2.3", 'triton>=3.6; sys_platform == "linux"'],
+    "test": [
+        "pytest>=8",
+        "hypothesis>=6.100",
+        "pytest-timeout>=2.3",
+        "matplotlib>=3.8",
+        'triton>=3.6; sys_platform == "linux"',
+    ],
     "lint": ["ruff==0.17.6", "pyright==1.1.414"],
     "bench": ["matplotlib>=3.8"],
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],

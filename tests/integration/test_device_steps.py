@@ -71,7 +71,9 @@ def test_f25_a_step_without_expert_parallelism_waits_for_nothing(corpus: str, de
         assert session.num_step_host_reads == reads == 0
         assert torch.isfinite(result.loss)
         stats = session.built.activation.stats()
-        assert stats.num_reloads == stats.num_offloads == SHAPE["num_layers"] * 4 * (WARMUP_STEPS + 1)
+        num_passes = 4 * (WARMUP_STEPS + 1)
+        assert stats.num_reloads == stats.num_offloads == (SHAPE["num_layers"] - 1) * num_passes
+        assert stats.num_residents == num_passes, "the last block's input stays"
     finally:
         session.close()
 

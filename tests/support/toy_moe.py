@@ -40,6 +40,8 @@ class ToyContext:
     decisions: Any = None
     is_recompute: bool = False
     router_log: Any = None
+    saved_tensor_regions: Any = None
+    selective: Any = None
 
 
 def parameter(name: str, *shape: int) -> nn.Parameter:

@@ -51,7 +51,7 @@ def run(blocks: nn.Module, sequence: PackedSequence, mesh: ParallelMesh, *, reco
     y = x
     if recompute:
         for block in blocks.children():
-            y = run_recomputed(block, y, context, InputInMemory(y), preserve_rng=False)
+            y = run_recomputed(block, [y], context, [InputInMemory(y)], preserve_rng=False)
     else:
         assert isinstance(blocks, nn.ModuleList)
         y = run_blocks(blocks, x, context)

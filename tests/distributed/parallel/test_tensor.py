@@ -184,7 +184,7 @@ def recompute(rank: int, world_size: int, is_sequence_parallel: bool) -> dict[st
         if leaf is not None:
             leaf.grad = None
     context = ForwardContext(PackedSequence.from_lengths([NUM_TOKENS]))
-    out = run_recomputed(block, own.x, context, InputInMemory(own.x), preserve_rng=False)
+    out = run_recomputed(block, [own.x], context, [InputInMemory(own.x)], preserve_rng=False)
     with CollectiveWatch() as watch:
         out.backward(own.probe.detach())
     for name, expected in plain.items():
