@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_glue.backends.attention import (
     AttentionDropout,
@@ -176,6 +177,7 @@ class _FlashOnCpu(torch.autograd.Function):
         return out_VHC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         metadata: SegmentsMetadata = ctx.layout
         q_VHC, k_VGC, v_VGC, out_VHC, *lses = ctx.saved_tensors

@@ -9,7 +9,9 @@ Used by CPU backends. It computes nothing itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from os import getpid
+from threading import Barrier
 
 import torch
 
@@ -19,7 +21,7 @@ class CorePool:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._num_threads = 0
+        self._made_for: tuple[int, int] | None = None
 
     def run(self, pieces: Sequence[Callable[[], None]], costs: Sequence[int]) -> None:
         """Run all pieces, in any order, without autograd.
@@ -29,27 +31,36 @@ class CorePool:
             costs: Relative time of each, to share them out evenly.
 
         Raises:
-            Exception: What a piece raised; the others may not have run.
+            Exception: The first error of a piece. No piece runs any more when it is raised; some may not have run.
         """
         num_threads = min(torch.get_num_threads(), len(pieces))
+        is_inference = torch.is_inference_mode_enabled()
         if num_threads < 2:
-            _run_all(pieces)
+            _run_all(pieces, is_inference)
             return
         shares = share_out(costs, num_threads)
-        futures = [self._threads().submit(_run_all, [pieces[index] for index in share]) for share in shares]
-        for future in futures:
-            future.result()
+        threads = self._threads()
+        futures = [threads.submit(_run_all, [pieces[index] for index in share], is_inference) for share in shares]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            # Also behind an error or Ctrl-C: what the others read and write belongs to the caller.
+            wait(futures)
 
     def _threads(self) -> ThreadPoolExecutor:
+        """The threads; new ones if torch's number has changed, or in a process that was forked, which has none."""
         num_threads = torch.get_num_threads()
-        if self._pool is None or self._num_threads != num_threads:
-            if self._pool is not None:
+        made_for = num_threads, getpid()
+        if self._pool is None or self._made_for != made_for:
+            if self._pool is not None and self._made_for is not None and self._made_for[1] == made_for[1]:
                 self._pool.shutdown()
-            self._num_threads = num_threads
+            self._made_for = made_for
             self._pool = ThreadPoolExecutor(num_threads, "core", initializer=_take_one_core)
-            for future in [self._pool.submit(torch.get_num_threads) for _ in range(num_threads)]:
-                future.result()
-            # A thread's own number is set by itself, and so is the number of threads that are still to be made.
+            # Each task holds its thread until all of them are there.
+            everybody = Barrier(num_threads)
+            wait([self._pool.submit(everybody.wait) for _ in range(num_threads)])
+            # The initializers set the number of threads that later threads start with, too.
             torch.set_num_threads(num_threads)
         return self._pool
 
@@ -85,7 +96,8 @@ def share_out(costs: Sequence[int], num_shares: int) -> list[list[int]]:
     return shares
 
 
-@torch.no_grad()
-def _run_all(pieces: Sequence[Callable[[], None]]) -> None:
-    for piece in pieces:
-        piece()
+def _run_all(pieces: Sequence[Callable[[], None]], is_inference: bool) -> None:
+    """Grad mode and inference mode belong to a thread: take over the caller's."""
+    with torch.inference_mode(is_inference), torch.no_grad():
+        for piece in pieces:
+            piece()

@@ -5,8 +5,8 @@ is no device to wait for: the offsets are host memory.
 
 oneDNN compiles a kernel for every shape and keeps the last thousand or so. An expert has another number of rows in
 every step, so without care kernels are compiled all the time and take hundreds of MiB. Numbers of rows are therefore
-rounded up to a few per octave: a product also multiplies some rows of the experts behind it, which are cut off, and a
-gradient of a weight multiplies them with zeros.
+rounded up to a few per octave: a product also multiplies some rows of the experts behind it, which are cut off, and for
+the gradient of a weight rows are padded with zeros.
 
 Shape suffixes: R received rows, r rows of one expert, D input width, F output width, e local experts; M, N, K of a
 product.
@@ -19,11 +19,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_glue.backends.core_pool import CorePool
-from megatron_glue.ops.matmul import MatMul
+from megatron_glue.ops.matmul import MatMul, is_asked_for
 
 _SIZES_PER_OCTAVE = 4
 _SMALLEST_STEP = 32
@@ -94,12 +95,11 @@ class _Groups:
             grad_eDF[e].zero_()
 
         def multiply_one(e: int, start: int, end: int) -> None:
-            stop = self._stop(start, end)
-            x_rD, grad_rF = x_RD[start:stop], grad_RF[start:stop]
+            x_rD, grad_rF = x_RD[start:end], grad_RF[start:end]
             if x_rD.shape[1] <= grad_rF.shape[1]:
-                grad_eDF[e].copy_(matmul.nn(_transposed(x_rD, end - start), grad_rF))
+                grad_eDF[e].copy_(matmul.nn(_padded_columns(x_rD), _padded_rows(grad_rF)))
             else:
-                grad_eDF[e].t().copy_(matmul.nn(_transposed(grad_rF, end - start), x_rD))
+                grad_eDF[e].t().copy_(matmul.nn(_padded_columns(grad_rF), _padded_rows(x_rD)))
 
         self._for_each(multiply_one, pool)
         return grad_eDF
@@ -113,13 +113,17 @@ class _Groups:
         return stop if stop <= self._num_rows else end
 
 
-def _transposed(rows_rX: Tensor, num_own: int) -> Tensor:
-    """Rows as columns, those of other experts as zeros."""
-    if num_own == rows_rX.shape[0]:
-        return rows_rX.t().contiguous()
-    columns_Xr = rows_rX.new_zeros(rows_rX.shape[1], rows_rX.shape[0])
-    columns_Xr[:, :num_own] = rows_rX[:num_own].t()
+def _padded_columns(rows_rX: Tensor) -> Tensor:
+    """Rows as columns, [X, padded], zeros behind them."""
+    columns_Xr = rows_rX.new_zeros(rows_rX.shape[1], padded_rows(rows_rX.shape[0]))
+    columns_Xr[:, : rows_rX.shape[0]] = rows_rX.t()
     return columns_Xr
+
+
+def _padded_rows(rows_rX: Tensor) -> Tensor:
+    """Rows, [padded, X], zeros behind them: zeros times a stranger's infinity would be NaN."""
+    num_missing = padded_rows(rows_rX.shape[0]) - rows_rX.shape[0]
+    return F.pad(rows_rX, (0, 0, 0, num_missing)) if num_missing else rows_rX
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -138,8 +142,8 @@ class _GroupedMM(torch.autograd.Function):
         (grad_RF,) = grad_outputs
         groups = _Groups(offsets_e)
         grad_x_RD = grad_weight_eDF = None
-        if ctx.needs_input_grad[0]:
+        if is_asked_for(ctx, 0):
             grad_x_RD = groups.multiply(grad_RF, weight_eDF.transpose(1, 2), ctx.matmul.nn, ctx.pool)
-        if ctx.needs_input_grad[1]:
+        if is_asked_for(ctx, 1):
             grad_weight_eDF = groups.gradients(x_RD, grad_RF, weight_eDF, ctx.matmul, ctx.pool)
         return grad_x_RD, grad_weight_eDF, None, None, None

@@ -1,8 +1,8 @@
 """Products by oneDNN, for fp32 on a CPU.
 
 torch sends fp32 products on x86 to MKL, which on processors of other makers than Intel keeps to AVX2. oneDNN comes with
-torch and uses AVX-512 on all of them: on a Zen 5 core 240 GFLOP/s against 105 (docs/performance.md). Sums are in
-another order than MKL's, so results differ by rounding, and are the same in every run.
+torch and uses AVX-512 on all of them (docs/peers.md has both rates, measured). Sums are in another order than MKL's, so
+results differ by rounding, and are the same in every run.
 
 The operator is the one that torch's compiler emits for linear layers. It takes a second operand that is contiguous or
 the transpose of one that is, and copies a first one that is not contiguous.

@@ -179,13 +179,6 @@ def _why_not_norm_cpu(needs: Needs) -> str:
     return "" if needs.dtype in (torch.float32, torch.float64) else f"it computes in fp32, not in {needs.dtype}"
 
 
-def _load_segments(needs: Needs, _reader: HostReader) -> AttentionKernel:
-    """Long segments by oneDNN's products, where those are what ``auto`` takes."""
-    if _why_not_onednn(needs) or _why_not_onednn_by_itself(needs):
-        return segments_attention
-    return SegmentsAttention(LongSegmentAttention(OnednnMatMul(), CorePool()))
-
-
 def _load_grouped_mm_torch(needs: Needs, reader: HostReader) -> GroupedMM:
     return GroupedMMWithReads(reader) if reads_offsets(needs.device, needs.dtype) else grouped_mm_torch
 
@@ -247,7 +240,7 @@ def _only_by_name(_needs: Needs) -> str:
 # are faster, and even asking means importing them, which takes seconds.
 _ATTENTION: tuple[Entry[AttentionKernel], ...] = (
     Entry("varlen", lambda *_: varlen_attention, _why_not_varlen),
-    Entry("segments", _load_segments, _nothing),
+    Entry("segments", lambda *_: segments_attention, _nothing),
     Entry("flex", lambda *_: flex_attention, _why_not_flex),
     Entry("dense", lambda *_: dense_attention, _nothing),
     Entry("te", lambda *_: TransformerEngineAttention(), _why_not_te_attention, why_not_auto=_only_by_name),
@@ -309,6 +302,13 @@ _OPTIMIZER: tuple[Entry[str], ...] = (
 )
 
 
+def _with_products(kernel: AttentionKernel, matmul_name: str) -> AttentionKernel:
+    """Let oneDNN take the long segments too, where it is the choice for all other products."""
+    if kernel is segments_attention and matmul_name == "onednn":
+        return SegmentsAttention(LongSegmentAttention(OnednnMatMul(), CorePool()))
+    return kernel
+
+
 def _choose(field: str, wanted: str, entries: tuple[Entry[Kernel], ...], needs: Needs) -> tuple[Entry[Kernel], str]:
     """Return the entry and the reason for it.
 
@@ -366,7 +366,7 @@ def resolve(
     optimizer, optimizer_reason = _choose("optimizer_backend", config.optimizer_backend, _OPTIMIZER, needs)
     norms = norm.load(needs, reader)
     return Backends(
-        attention=attention.load(needs, reader),
+        attention=_with_products(attention.load(needs, reader), matmul.name),
         attention_layout=attention.name,
         rms_norm=norms.rms_norm,
         layer_norm=norms.layer_norm,

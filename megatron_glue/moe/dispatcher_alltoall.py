@@ -98,10 +98,10 @@ class AllToAllDispatcher:
             assert isinstance(reuse, DispatchMetadata), "a layer keeps its dispatcher"
             return _AllToAllDispatch(self, tokens, reuse)
         groups = group_tokens(tokens.expert_ids_TK, self.num_experts, self.num_ranks)
-        return _AllToAllDispatch(self, tokens, _Plan(self, groups))
+        return _AllToAllDispatch(self, tokens, _AllToAllPlan(self, groups))
 
 
-class _Plan:
+class _AllToAllPlan:
     """The metadata of a dispatch, as far as it is known: counts are on their way."""
 
     def __init__(self, dispatcher: AllToAllDispatcher, groups: TokenGroups) -> None:
@@ -166,7 +166,9 @@ class _Plan:
 
 
 class _AllToAllDispatch(Dispatch):
-    def __init__(self, dispatcher: AllToAllDispatcher, tokens: RoutedTokens, layout: DispatchMetadata | _Plan) -> None:
+    def __init__(
+        self, dispatcher: AllToAllDispatcher, tokens: RoutedTokens, layout: DispatchMetadata | _AllToAllPlan
+    ) -> None:
         self.counts_E = layout.counts_E
         self._dispatcher = dispatcher
         self._weights_TK = tokens.weights_TK
@@ -177,7 +179,7 @@ class _AllToAllDispatch(Dispatch):
 
     def send(self) -> None:
         """Launch the exchange of the first chunk."""
-        if isinstance(self._layout, _Plan):
+        if isinstance(self._layout, _AllToAllPlan):
             self._layout = self._layout.finish()
         sizes = [sum(exchange.send_splits) for exchange in self.metadata.exchanges]
         self._chunks_SD = [self._rows_SD] if len(sizes) == 1 else list(self._rows_SD.split(sizes))

@@ -82,16 +82,16 @@ class BoundedDispatcher:
             return self._exact.begin(tokens, group_tokens, reuse)
         return _BoundedDispatch(tokens, self._exact, self._plan(tokens, group_tokens))
 
-    def _plan(self, tokens: RoutedTokens, group_tokens: GroupTokens) -> _Plan:
+    def _plan(self, tokens: RoutedTokens, group_tokens: GroupTokens) -> _BoundedPlan:
         num_experts, num_ranks = self._exact.num_experts, self._exact.num_ranks
         groups = group_tokens(tokens.expert_ids_TK, num_experts, num_ranks)
         num_pairs = tokens.num_rows * tokens.expert_ids_TK.shape[1]
         capacity = slots_per_rank(self._capacity_factor, num_pairs, num_ranks)
         counting = start_all_to_all_equal(groups.counts_E.view(num_ranks, -1), self._exact.group)
-        return _Plan(groups.counts_E, assign_slots(groups, capacity), capacity, counting)
+        return _BoundedPlan(groups.counts_E, assign_slots(groups, capacity), capacity, counting)
 
 
-class _Plan:
+class _BoundedPlan:
     """The metadata of a dispatch, as far as it is known: counts are on their way."""
 
     def __init__(self, counts_E: Tensor, slots: PairSlots, capacity_rows: int, counting: Pending) -> None:
@@ -112,7 +112,9 @@ class _Plan:
 
 
 class _BoundedDispatch(Dispatch):
-    def __init__(self, tokens: RoutedTokens, dispatcher: AllToAllDispatcher, layout: BoundedMetadata | _Plan) -> None:
+    def __init__(
+        self, tokens: RoutedTokens, dispatcher: AllToAllDispatcher, layout: BoundedMetadata | _BoundedPlan
+    ) -> None:
         self.counts_E = layout.counts_E
         self.num_overflowing = layout.slots.num_overflowing
         self._layout = layout
@@ -129,7 +131,7 @@ class _BoundedDispatch(Dispatch):
 
     def run(self, split_experts: SplitExperts) -> Tensor:
         """See :class:`Dispatch`."""
-        if isinstance(self._layout, _Plan):
+        if isinstance(self._layout, _BoundedPlan):
             self._layout = self._layout.finish()
         layout = self._layout
         rows_RD = self._exchange.finish(self._arriving)

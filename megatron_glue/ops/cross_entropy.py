@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_glue.ops.matmul import TORCH_MATMUL, MatMul
 from megatron_glue.types import IGNORE_LABEL
@@ -160,6 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss_sum
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad_outputs[0]
         grad_x_TD, grad_Dv, *grad_bias_v = ctx.saved_tensors

@@ -1,11 +1,11 @@
 """Lets the C library keep the memory that tensors on a CPU give back.
 
-A training step frees and asks for the same large blocks again and again. glibc returns each block of some MiB to the
-system at once, and gets it back page by page, zeroed: 40,000 page faults per step of a small model. CUDA has torch's
-caching allocator for this; on a CPU the C library can be told the same. Peak memory stays where it is, because the next
-step takes it again.
+A training step frees and asks for the same large blocks again and again. glibc gives what is free at the end of its
+heap, and blocks of 32 MiB and more, back to the system, and gets them again page by page, zeroed. CUDA has torch's
+caching allocator for this; on a CPU the C library can be told to keep up to 512 MiB. Peak memory hardly changes,
+because the next step takes it again.
 
-Called once, where a session is built. It allocates nothing itself.
+Called once, when a training program starts. It allocates nothing itself.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
       layer: 0          # per layer and micro-batch
       exchange: 1       # besides, per MoE layer whose experts ranks share, and micro-batch; only in exchange_functions
       step: 0           # outside of layers, per step
-    exchange_functions: [AllToAllDispatcher._plan]
+    exchange_functions: [_AllToAllPlan.finish]
     exceptions:
       - name: grouping in NumPy
         file: megatron_glue/ops/grouping.py

@@ -124,6 +124,16 @@ def test_ranks_are_started_for_a_layout(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert all(rank["has_exchange"] for rank in model["ranks"])
 
 
+def test_exchanges_of_a_fixed_size_read_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = ("--expert-model-parallel-size", "2", "--moe-static-capacity-factor", "2")
+    code, report = audit(monkeypatch, tmp_path, "--device", "cpu", "--model", "moe", *flags)
+    assert code == 0
+    (model,) = report["models"]
+    reads = [read for rank in model["ranks"] for read in rank["reads"]]
+    assert reads
+    assert not [read for read in reads if "dispatcher" in read["file"]]
+
+
 def test_flags_that_make_both_models_alike_leave_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, report = audit(monkeypatch, tmp_path, "--device", "cpu", "--num-experts", "0")
     assert code == 0

@@ -76,3 +76,18 @@ def test_large_scores_are_as_exact_as_the_flash_kernels():
     flash = gradients(segments_attention, qkv, metadata, 0, probe)
     for actual, other, wanted in zip(gradients(kernel, qkv, metadata, 0, probe), flash, exact, strict=True):
         assert relative_norm(actual, wanted) <= 3 * relative_norm(other, wanted) < 1e-3
+
+
+@pytest.mark.parametrize("min_tokens", [1, 1000])
+def test_a_second_derivative_is_refused_and_inference_mode_works(min_tokens):
+    sequence = PackedSequence.from_lengths([40])
+    kernel = SegmentsAttention(LongSegmentAttention(OnednnMatMul(), CorePool(), min_tokens=min_tokens))
+    metadata = build_metadata("segments", sequence, 0)
+    qkv = [torch.randn(40, 2, 8, requires_grad=True) for _ in range(3)]
+    out = kernel(*qkv, metadata, window=0, scale=SCALE, dropout=None)
+    (grad,) = torch.autograd.grad(out.square().sum(), qkv[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    with torch.inference_mode():
+        inferred = kernel(*(x.detach() for x in qkv), metadata, window=0, scale=SCALE, dropout=None)
+    assert torch.equal(inferred, out)

@@ -1,3 +1,6 @@
+import threading
+import time
+
 import pytest
 import torch
 
@@ -62,3 +65,59 @@ def test_shares_cost_alike():
     shares = share_out(costs, 2)
     assert sorted(index for share in shares for index in share) == list(range(7))
     assert [sum(costs[index] for index in share) for share in shares] == [10, 10]
+
+
+def test_all_threads_are_there_from_the_start_and_later_ones_are_not_held_to_one_core(num_threads):
+    pool, found = CorePool(), []
+    pool.run([lambda: None] * 8, [1] * 8)
+    if num_threads > 1:
+        assert pool._pool is not None
+        assert len(pool._pool._threads) == num_threads
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert found == [num_threads]
+
+
+def test_inference_mode_reaches_the_threads(num_threads):
+    found = []
+    with torch.inference_mode():
+        out = torch.empty(4)
+        CorePool().run([lambda: found.append(torch.is_inference_mode_enabled()), lambda: out.fill_(1.0)], [1, 1])
+    assert found == [True]
+
+
+def test_no_piece_runs_behind_an_error():
+    before, ended = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+
+    def fail():
+        raise ValueError("a piece")
+
+    def take_time():
+        time.sleep(0.2)
+        ended.append(0)
+
+    try:
+        with pytest.raises(ValueError, match="a piece"):
+            CorePool().run([fail, take_time], [1, 1])
+    finally:
+        torch.set_num_threads(before)
+    assert ended == [0]
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        pool = CorePool()
+        pool.run([lambda: None] * 2, [1, 1])
+        pool._made_for = (2, -1)  # as a child of that process finds it
+        old, done = pool._pool, []
+        pool.run([lambda: done.append(0)] * 2, [1, 1])
+        assert done == [0, 0]
+        assert pool._pool is not old
+        assert old is not None
+        old.shutdown()
+    finally:
+        torch.set_num_threads(before)

@@ -163,3 +163,35 @@ def test_numbers_of_rows_come_in_few_sizes():
     sizes = {padded_rows(n) for n in range(1, 4097)}
     assert len(sizes) <= 24
     assert all(n <= padded_rows(n) <= max(n + n // 4, -(-n // 32) * 32) for n in range(1, 4097))
+
+
+def test_an_infinite_gradient_stays_with_its_expert():
+    x, weight = torch.randn(80, 8, requires_grad=True), torch.randn(2, 8, 16, requires_grad=True)
+    probe = torch.randn(80, 16)
+    probe[20] = float("inf")
+    BACKENDS["onednn"](x, weight, torch.tensor([20, 80])).backward(probe)
+    assert weight.grad is not None
+    assert torch.isfinite(weight.grad[0]).all()
+    assert not torch.isfinite(weight.grad[1]).all()
+
+
+def test_no_grad_of_what_nobody_asks_for():
+    """A zero-bubble pipeline asks for the gradients of inputs and of weights in two passes."""
+    calls = []
+
+    class Counting(OnednnMatMul):
+        def nn(self, a, b):
+            calls.append("nn")
+            return super().nn(a, b)
+
+    x, weight = torch.randn(8, 4, requires_grad=True), torch.randn(2, 4, 6, requires_grad=True)
+    y = GroupedMMOnCpu(Counting())(x * 1.0, weight * 1.0, torch.tensor([3, 8]))
+    calls.clear()
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert len(calls) == 2
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        y = BACKENDS["onednn"](torch.randn(8, 4), torch.randn(2, 4, 6), torch.tensor([3, 8]))
+    assert torch.isfinite(y).all()

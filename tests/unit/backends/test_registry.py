@@ -53,6 +53,12 @@ def test_auto_on_a_cpu(monkeypatch, is_intel):
     assert (backends.permutation, backends.router) == (TORCH_PERMUTATION, None)
 
 
+def test_attention_multiplies_as_everything_else_does(monkeypatch):
+    monkeypatch.setattr(registry, "is_intel_processor", lambda: False)
+    plain = resolve(BackendConfig(matmul_backend="torch"), "cpu", torch.float32, head_dim=64)
+    assert plain.attention is segments_attention
+
+
 def test_the_choice_is_one_line_with_reasons():
     line = resolve(BackendConfig(grouped_mm_backend="loop"), "cpu", torch.float32, head_dim=64).describe()
     assert "\n" not in line
