@@ -52,23 +52,25 @@ class LongSegmentAttention:
 
         Returns:
             out_LHC: The output.
-            lse_HL1: Log of the sum of the exponentials of each query's scores.
+            lse_HL1: Log of the sum of the exponentials of each query's scores, with entries for padding behind.
         """
         length, num_heads = q_LHC.shape[:2]
-        out_LHC, lse_HL1 = torch.empty_like(q_LHC), q_LHC.new_empty(num_heads, length, 1)
+        padded = padded_length(length)
+        out_LHC, lse_HL1 = torch.empty_like(q_LHC), q_LHC.new_empty(num_heads, padded, 1)
         above_BB = _above_diagonal(q_LHC)
         heads_per_group = num_heads // k_LGC.shape[1]
 
         def attend(head: int) -> None:
-            q_LC = q_LHC[:, head] * scale
-            k_LC, v_LC = (x[:, head // heads_per_group].contiguous() for x in (k_LGC, v_LGC))
-            for start, end in _blocks(length):
+            q_LC = _rows_of(q_LHC, head, padded).mul_(scale)
+            k_LC, v_LC = (_rows_of(x, head // heads_per_group, padded) for x in (k_LGC, v_LGC))
+            for start, end in _blocks(padded):
                 scores_BK = self._scores(q_LC, k_LC, start, end, above_BB)
                 largest_B1 = scores_BK.amax(dim=1, keepdim=True)
                 probs_BK = torch.softmax(scores_BK, dim=1)
                 # The largest probability is exp(0) / sum.
                 lse_HL1[head, start:end] = largest_B1 - probs_BK.amax(dim=1, keepdim=True).log()
-                out_LHC[start:end, head] = self.matmul.nn(probs_BK, v_LC[:end])
+                rows = slice(start, min(end, length))
+                out_LHC[rows, head] = self.matmul.nn(probs_BK, v_LC[:end])[: rows.stop - start]
 
         self._for_each_head(attend, num_heads)
         return out_LHC, lse_HL1
@@ -89,26 +91,28 @@ class LongSegmentAttention:
         length, num_heads = q_LHC.shape[:2]
         grad_q_LHC = torch.empty_like(q_LHC)
         # Transposed: the operand that a product has to copy is then the narrow one.
-        grad_k_HCL, grad_v_HCL = (q_LHC.new_zeros(num_heads, q_LHC.shape[2], length) for _ in range(2))
+        padded = padded_length(length)
+        grad_k_HCL, grad_v_HCL = (q_LHC.new_zeros(num_heads, q_LHC.shape[2], padded) for _ in range(2))
         above_BB = _above_diagonal(q_LHC)
         heads_per_group = num_heads // k_LGC.shape[1]
 
         def attend_back(head: int) -> None:
-            q_LC, grad_LC = q_LHC[:, head] * scale, grad_LHC[:, head].contiguous()
-            k_LC, v_LC = (x[:, head // heads_per_group].contiguous() for x in (k_LGC, v_LGC))
-            through_sum_L1 = (grad_LC * out_LHC[:, head]).sum(dim=1, keepdim=True)
-            for start, end in _blocks(length):
+            q_LC, grad_LC = _rows_of(q_LHC, head, padded).mul_(scale), _rows_of(grad_LHC, head, padded)
+            k_LC, v_LC = (_rows_of(x, head // heads_per_group, padded) for x in (k_LGC, v_LGC))
+            through_sum_L1 = (grad_LC * _rows_of(out_LHC, head, padded)).sum(dim=1, keepdim=True)
+            for start, end in _blocks(padded):
                 scores_BK = self._scores(q_LC, k_LC, start, end, above_BB)
                 probs_BK = scores_BK.sub_(lse_HL1[head, start:end]).exp_()
                 grad_BC = grad_LC[start:end]
                 grad_v_HCL[head, :, :end] += self.matmul.tn(grad_BC, probs_BK)
                 grad_BK = self.matmul.nt(grad_BC, v_LC[:end]).sub_(through_sum_L1[start:end]).mul_(probs_BK)
-                grad_q_LHC[start:end, head] = self.matmul.nn(grad_BK, k_LC[:end])
+                rows = slice(start, min(end, length))
+                grad_q_LHC[rows, head] = self.matmul.nn(grad_BK, k_LC[:end])[: rows.stop - start]
                 grad_k_HCL[head, :, :end] += self.matmul.tn(q_LC[start:end], grad_BK)
 
         self._for_each_head(attend_back, num_heads)
         grad_k, grad_v = (
-            x.unflatten(0, (-1, heads_per_group)).sum(dim=1).permute(2, 0, 1).contiguous()
+            x.unflatten(0, (-1, heads_per_group)).sum(dim=1)[..., :length].permute(2, 0, 1).contiguous()
             for x in (grad_k_HCL, grad_v_HCL)
         )
         return grad_q_LHC.mul_(scale), grad_k, grad_v
@@ -120,6 +124,28 @@ class LongSegmentAttention:
 
     def _for_each_head(self, function: Callable[[int], None], num_heads: int) -> None:
         self.pool.run([partial(function, head) for head in range(num_heads)], [1] * num_heads)
+
+
+def padded_length(length: int) -> int:
+    """Round a length up to one of a few: libraries compile and keep a kernel for every shape of a product.
+
+    What stands behind the last token is later than all queries, so no token ever sees it.
+
+    Args:
+        length: Tokens of a segment.
+
+    Returns:
+        A multiple of 64, above 1024 one of 256.
+    """
+    multiple = 64 if length <= 1024 else _BLOCK
+    return -(-length // multiple) * multiple
+
+
+def _rows_of(x_LXC: Tensor, head: int, padded: int) -> Tensor:
+    """One head's rows in memory of their own, [padded, C], zeros behind the last."""
+    rows_LC = x_LXC.new_zeros(padded, x_LXC.shape[2])
+    rows_LC[: x_LXC.shape[0]] = x_LXC[:, head]
+    return rows_LC
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_glue.backends.attention_long import LongSegmentAttention
+from megatron_glue.backends.attention_long import LongSegmentAttention, padded_length
 from megatron_glue.backends.attention_segments import SegmentsAttention, segments_attention
 from megatron_glue.backends.core_pool import CorePool
 from megatron_glue.backends.matmul_onednn import OnednnMatMul
@@ -91,3 +91,10 @@ def test_a_second_derivative_is_refused_and_inference_mode_works(min_tokens):
     with torch.inference_mode():
         inferred = kernel(*(x.detach() for x in qkv), metadata, window=0, scale=SCALE, dropout=None)
     assert torch.equal(inferred, out)
+
+
+def test_lengths_come_in_few_sizes():
+    """oneDNN keeps a compiled kernel for each: 128 lengths of documents once took 700 MiB."""
+    sizes = [padded_length(length) for length in range(1, 4097)]
+    assert len(set(sizes)) == 16 + 12
+    assert all(length <= size < length + 256 for length, size in enumerate(sizes, start=1))
