@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_glue.backends.core_pool import CorePool
 from megatron_glue.ops.matmul import MatMul
+from megatron_glue.ops.softmax import softmax_and_log_sum
 
 _BLOCK = 256
 
@@ -40,6 +41,10 @@ class LongSegmentAttention:
     matmul: MatMul
     pool: CorePool
     min_tokens: int = 384
+
+    def takes(self, q_nHLC: Tensor) -> bool:
+        """Whether these are the queries of one segment, and that one is long enough."""
+        return q_nHLC.shape[0] == 1 and q_nHLC.shape[2] >= self.min_tokens
 
     def forward(self, q_LHC: Tensor, k_LGC: Tensor, v_LGC: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Attend.
@@ -65,10 +70,8 @@ class LongSegmentAttention:
             k_LC, v_LC = (_rows_of(x, head // heads_per_group, padded) for x in (k_LGC, v_LGC))
             for start, end in _blocks(padded):
                 scores_BK = self._scores(q_LC, k_LC, start, end, above_BB)
-                largest_B1 = scores_BK.amax(dim=1, keepdim=True)
-                probs_BK = torch.softmax(scores_BK, dim=1)
-                # The largest probability is exp(0) / sum.
-                lse_HL1[head, start:end] = largest_B1 - probs_BK.amax(dim=1, keepdim=True).log()
+                probs_BK, largest_B1, log_sum_B1 = softmax_and_log_sum(scores_BK)
+                lse_HL1[head, start:end] = largest_B1 + log_sum_B1
                 rows = slice(start, min(end, length))
                 out_LHC[rows, head] = self.matmul.nn(probs_BK, v_LC[:end])[: rows.stop - start]
 

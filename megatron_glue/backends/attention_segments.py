@@ -139,10 +139,6 @@ def _attend_through_autograd(
     return _join_pieces(outs, metadata)
 
 
-def _is_long(q_nHLC: Tensor, bias_LL: Tensor | None, long_segments: LongSegmentAttention) -> bool:
-    return bias_LL is None and q_nHLC.shape[0] == 1 and q_nHLC.shape[2] >= long_segments.min_tokens
-
-
 class _FlashOnCpu(torch.autograd.Function):
     """All pieces as one node of the autograd graph: each gradient is written once, and kv heads are not repeated."""
 
@@ -160,7 +156,7 @@ class _FlashOnCpu(torch.autograd.Function):
         outs, lses = [], []
         for q, k, v in zip(*(_split_pieces(x, metadata) for x in (q_VHC, k_VGC, v_VGC)), strict=True):
             bias = _bias_of_length(metadata, window, q.shape[2], q.dtype)
-            if long_segments is not None and _is_long(q, bias, long_segments):
+            if long_segments is not None and bias is None and long_segments.takes(q):
                 q_LHC, k_LGC, v_LGC = (x[0].transpose(0, 1) for x in (q, k, v))
                 out_LHC, lse = long_segments.forward(q_LHC, k_LGC, v_LGC, scale)
                 outs.append(out_LHC.transpose(0, 1)[None])
@@ -186,7 +182,7 @@ class _FlashOnCpu(torch.autograd.Function):
         split = (_split_gradient(grad_outputs[0], metadata), *(_split_pieces(x, metadata) for x in saved))
         for grad, q, k, v, out, lse in zip(*split, lses, strict=True):
             bias = _bias_of_length(metadata, ctx.window, q.shape[2], q.dtype)
-            if ctx.long_segments is not None and _is_long(q, bias, ctx.long_segments):
+            if ctx.long_segments is not None and bias is None and ctx.long_segments.takes(q):
                 rows = [x[0].transpose(0, 1) for x in (grad, q, k, v, out)]
                 of_rows = ctx.long_segments.backward(rows[0], (rows[1], rows[2], rows[3]), rows[4], lse, ctx.scale)
                 grads.append(tuple(x.transpose(0, 1)[None] for x in of_rows))

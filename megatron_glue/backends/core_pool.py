@@ -8,12 +8,19 @@ Used by CPU backends. It computes nothing itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from os import getpid
 from threading import Barrier
 
 import torch
+
+
+@functools.cache
+def shared_pool() -> CorePool:
+    """Return the pool of this process: kernels of several roles take turns on the same cores."""
+    return CorePool()
 
 
 class CorePool:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_glue.backends.core_pool import CorePool
+from megatron_glue.backends.core_pool import CorePool, shared_pool
 from megatron_glue.ops.matmul import MatMul, is_asked_for
 
 _SIZES_PER_OCTAVE = 4
@@ -39,7 +39,7 @@ class GroupedMMOnCpu:
 
     def __init__(self, matmul: MatMul) -> None:
         self._matmul = matmul
-        self._pool = CorePool()
+        self._pool = shared_pool()
 
     def __call__(self, x_RD: Tensor, weight_eDF: Tensor, offsets_e: Tensor, *, zero_tail: bool = False) -> Tensor:
         """See :class:`megatron_glue.backends.grouped_mm.GroupedMM`; the tail is zeros, asked for or not."""

@@ -32,35 +32,28 @@ class OnednnMatMul:
         """See :class:`megatron_glue.ops.matmul.MatMul`."""
         if not _can_multiply(a_MK, b_NK):
             return TORCH_MATMUL.nt(a_MK, b_NK, bias_N)
-        return self._multiply(a_MK, b_NK, bias_N)
+        # A second operand with gaps between its rows would go to oneDNN's reference code, a thousand times slower.
+        if not (b_NK.is_contiguous() or b_NK.t().is_contiguous()):
+            b_NK = b_NK.contiguous()
+        return self._linear(a_MK, b_NK, bias_N, "none", [], "")
 
     def nn(self, a_MK: Tensor, b_KN: Tensor) -> Tensor:
         """See :class:`megatron_glue.ops.matmul.MatMul`."""
-        if not _can_multiply(a_MK, b_KN):
-            return TORCH_MATMUL.nn(a_MK, b_KN)
-        return self._multiply(a_MK, b_KN.t())
+        return self.nt(a_MK, b_KN.t())
 
     def tn(self, a_KM: Tensor, b_KN: Tensor) -> Tensor:
         """See :class:`megatron_glue.ops.matmul.MatMul`."""
-        if not _can_multiply(a_KM, b_KN):
-            return TORCH_MATMUL.tn(a_KM, b_KN)
         if a_KM.shape[1] <= b_KN.shape[1]:
-            return self._multiply(a_KM.t(), b_KN.t())
+            return self.nt(a_KM.t(), b_KN.t())
         # The first operand is copied, so it should be the smaller one.
-        return self._multiply(b_KN.t(), a_KM.t()).t().contiguous()
+        return self.nt(b_KN.t(), a_KM.t()).t().contiguous()
 
     def add_tn_(self, sum_MN: Tensor, a_KM: Tensor, b_KN: Tensor) -> None:
         """See :class:`megatron_glue.ops.matmul.MatMul`."""
         if sum_MN.dtype != torch.float32 or not _can_multiply(a_KM, b_KN):
             TORCH_MATMUL.add_tn_(sum_MN, a_KM, b_KN)
         else:
-            sum_MN += self._multiply(a_KM.t(), b_KN.t())
-
-    def _multiply(self, a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        # A second operand with gaps between its rows would go to oneDNN's reference code, a thousand times slower.
-        if not (b_NK.is_contiguous() or b_NK.t().is_contiguous()):
-            b_NK = b_NK.contiguous()
-        return self._linear(a_MK, b_NK, bias_N, "none", [], "")
+            sum_MN += self.nt(a_KM.t(), b_KN.t())
 
 
 def _can_multiply(a: Tensor, b: Tensor) -> bool:

@@ -22,7 +22,7 @@ from megatron_glue.backends.attention_flex import flex_attention
 from megatron_glue.backends.attention_long import LongSegmentAttention
 from megatron_glue.backends.attention_segments import SegmentsAttention, segments_attention
 from megatron_glue.backends.attention_varlen import varlen_attention
-from megatron_glue.backends.core_pool import CorePool
+from megatron_glue.backends.core_pool import shared_pool
 from megatron_glue.backends.grouped_mm import (
     GroupedMM,
     GroupedMMLoop,
@@ -305,7 +305,7 @@ _OPTIMIZER: tuple[Entry[str], ...] = (
 def _with_products(kernel: AttentionKernel, matmul_name: str) -> AttentionKernel:
     """Let oneDNN take the long segments too, where it is the choice for all other products."""
     if kernel is segments_attention and matmul_name == "onednn":
-        return SegmentsAttention(LongSegmentAttention(OnednnMatMul(), CorePool()))
+        return SegmentsAttention(LongSegmentAttention(OnednnMatMul(), shared_pool()))
     return kernel
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_glue.ops.matmul import TORCH_MATMUL, MatMul
+from megatron_glue.ops.softmax import softmax_and_log_sum
 from megatron_glue.types import IGNORE_LABEL
 
 
@@ -85,15 +86,9 @@ def linear_cross_entropy(
 
 
 def _losses(logits_tv: Tensor, label_t1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token [t, 1] and the softmax, in as few passes over the logits as it takes.
-
-    The largest probability is 1 / sum(exp(logit - largest logit)), so the logarithm of the sum costs no pass that
-    writes, and no probability that underflows is ever taken the logarithm of.
-    """
-    label_logit_t1 = logits_tv.gather(1, label_t1)
-    largest_t1 = logits_tv.amax(dim=1, keepdim=True)
-    softmax_tv = torch.softmax(logits_tv, dim=1)
-    return largest_t1 - label_logit_t1 - softmax_tv.amax(dim=1, keepdim=True).log(), softmax_tv
+    """Return the loss of each token [t, 1] and the softmax."""
+    softmax_tv, largest_t1, log_sum_t1 = softmax_and_log_sum(logits_tv)
+    return largest_t1 - logits_tv.gather(1, label_t1) + log_sum_t1, softmax_tv
 
 
 class _Gradients:
