@@ -102,7 +102,7 @@ def run_on_ranks(function: Callable[..., Any], group: LocalGroup, *args: Any) ->
     """
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous = str(_free_port()) if group.is_made_by_ranks else f"file://{Path(folder) / 'rendezvous'}"
+        rendezvous = str(free_port()) if group.is_made_by_ranks else f"file://{Path(folder) / 'rendezvous'}"
         readers: dict[Any, int] = {}
         processes = []
         for rank in range(group.world_size):
@@ -200,8 +200,8 @@ def _prepare_rank(rank: int, group: LocalGroup, rendezvous: str) -> None:
             set_environment_default(name, str(value))
 
 
-def _free_port() -> int:
-    """A port that nobody listens on at this moment."""
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

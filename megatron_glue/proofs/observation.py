@@ -40,10 +40,7 @@ def observe_on_rank(rank: int, world_size: int, config: RunConfig, folder: str) 
     Returns:
         This rank's report (:func:`observe`).
     """
-    environment = RankEnvironment(rank, rank, world_size, world_size)
-    device = choose_device(config.training.device, environment)
-    mesh = ParallelMesh.build(config.parallel, device.type, config.model.num_kv_heads)
-    return observe(config, ObservedPlace(mesh, device, Path(folder) / f"rank_{rank}"))
+    return observe(config, ObservedPlace.on_local_rank(rank, world_size, config, folder))
 
 
 @dataclass(frozen=True)
@@ -59,6 +56,23 @@ class ObservedPlace:
     mesh: ParallelMesh
     device: torch.device
     folder: Path
+
+    @classmethod
+    def on_local_rank(cls, rank: int, world_size: int, config: RunConfig, folder: str) -> ObservedPlace:
+        """Take the place of one of several local ranks; every rank must call this.
+
+        Args:
+            rank: This rank.
+            world_size: Number of ranks.
+            config: A configuration that is valid for them.
+            folder: Room for temporary files of all ranks.
+
+        Returns:
+            The place, its folder a part of ``folder``.
+        """
+        device = choose_device(config.training.device, RankEnvironment(rank, rank, world_size, world_size))
+        mesh = ParallelMesh.build(config.parallel, device.type, config.model.num_kv_heads)
+        return cls(mesh, device, Path(folder) / f"rank_{rank}")
 
 
 class WatchedLoader:

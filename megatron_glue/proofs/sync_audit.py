@@ -7,13 +7,9 @@ too much.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from megatron_glue.config.environment import RankEnvironment
 from megatron_glue.config.sections import RunConfig
-from megatron_glue.parallel.launch import choose_device
-from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.proofs.cuda_sync_watch import CudaSyncWatch
 from megatron_glue.proofs.observation import ObservedPlace, watch_batches
 from megatron_glue.proofs.sync_watch import SyncWatch
@@ -34,10 +30,7 @@ def audit_on_rank(rank: int, world_size: int, config: RunConfig, folder: str) ->
     Returns:
         This rank's report (:func:`audit_step`).
     """
-    environment = RankEnvironment(rank, rank, world_size, world_size)
-    device = choose_device(config.training.device, environment)
-    mesh = ParallelMesh.build(config.parallel, device.type, config.model.num_kv_heads)
-    return audit_step(config, ObservedPlace(mesh, device, Path(folder) / f"rank_{rank}"))
+    return audit_step(config, ObservedPlace.on_local_rank(rank, world_size, config, folder))
 
 
 def audit_step(config: RunConfig, place: ObservedPlace) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def expert_load(counts: list[list[int]]) -> dict[str, float] | None:
 
 
 def write_json(path: str | Path, content: dict[str, Any]) -> None:
-    """Write a JSON file aside and rename it, so that a reader never sees half of one.
+    """Write a JSON file; see :func:`write_text`.
 
     Args:
         path: File to write; its folder is made if missing.
@@ -52,15 +52,28 @@ def write_json(path: str | Path, content: dict[str, Any]) -> None:
     Raises:
         OSError: If the place cannot be written.
     """
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file aside and rename it, so that a reader never sees half of one.
+
+    Args:
+        path: File to write; its folder is made if missing.
+        text: What to write.
+
+    Raises:
+        OSError: If the place cannot be written.
+    """
     target = Path(path).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists() and not target.is_file():
         # A device or a pipe: renaming would put a file in its place.
-        target.write_text(json.dumps(content, indent=2) + "\n")
+        target.write_text(text, encoding="utf-8")
         return
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        aside.write_text(json.dumps(content, indent=2) + "\n")
+        aside.write_text(text, encoding="utf-8")
         aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)

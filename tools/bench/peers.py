@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,8 @@ from rich.table import Table
 
 from megatron_glue.config.environment import read_environment
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.training.summary import write_json
+from megatron_glue.parallel.local_ranks import free_port
+from megatron_glue.training.summary import write_json, write_text
 
 WORKERS = Path(__file__).resolve().parent / "peer_workers"
 sys.path.insert(0, str(WORKERS))
@@ -142,7 +142,7 @@ class Team:
     def start(cls, contestant: Contestant, spec: BenchSpec, python: str, environ: Mapping[str, str]) -> Team:
         """Start its processes and wait until they are built."""
         team = cls(contestant)
-        world = {"WORLD_SIZE": str(spec.world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        world = {"WORLD_SIZE": str(spec.world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         spec = replace(spec, variant=contestant.variant)
         for rank in range(spec.world_size):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(spec.world_size)}
@@ -198,12 +198,6 @@ class Team:
         assert process.stderr is not None
         told = process.stderr.read().strip().splitlines() or [f"exit code {process.returncode}"]
         return {"absent": told[-1][:200]}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_case(case: Case, arguments: argparse.Namespace, console: Console) -> list[Team]:
@@ -380,15 +374,8 @@ def main() -> int:
         if arguments.markdown:
             verdicts = {done: told for done, rows in result.items() if (told := verdict(rows))}
             text = markdown(pages, arguments.machine, arguments.rounds, verdicts)
-            write_aside(Path(arguments.markdown), text)
+            write_text(arguments.markdown, text)
     return 0
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Write a file beside its place, then put it there."""
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 if __name__ == "__main__":
