@@ -56,6 +56,10 @@ class SelectiveRecompute:
         kept = [self._keep(x) for x in inputs]
         return run_recomputed(stretch, tuple(inputs), inside, kept, self._preserve_rng)
 
+    def rebuilds(self, name: str) -> bool:
+        """Whether the module is chosen."""
+        return name in self._modules
+
     @contextmanager
     def rebuild(self, name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator[Tensor]:
         """Yield ``function(x)``; if the module is chosen, what is saved inside of it is computed again in backward.

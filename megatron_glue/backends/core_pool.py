@@ -16,6 +16,10 @@ from threading import Barrier
 
 import torch
 
+_MOST_IMBALANCE = 1.5
+"""Time of the core with the most work, in units of the mean, up to which sharing out is faster than dividing each
+piece among all cores (which a product of some hundred rows makes poor use of)."""
+
 
 @functools.cache
 def shared_pool() -> CorePool:
@@ -31,7 +35,7 @@ class CorePool:
         self._made_for: tuple[int, int] | None = None
 
     def run(self, pieces: Sequence[Callable[[], None]], costs: Sequence[int]) -> None:
-        """Run all pieces, in any order, without autograd.
+        """Run all pieces, in any order, without autograd: shared out among cores where that keeps all of them busy.
 
         Args:
             pieces: Each writes to memory of its own.
@@ -40,14 +44,17 @@ class CorePool:
         Raises:
             Exception: The first error of a piece. No piece runs any more when it is raised; some may not have run.
         """
-        num_threads = min(torch.get_num_threads(), len(pieces))
+        num_threads = torch.get_num_threads()
         is_inference = torch.is_inference_mode_enabled()
-        if num_threads < 2:
+        shares = share_out(costs, num_threads)
+        dearest = max(sum(costs[index] for index in share) for share in shares)
+        if num_threads < 2 or len(pieces) < 2 or dearest * num_threads > _MOST_IMBALANCE * sum(costs):
+            # One core would work while others wait: better all cores on one piece after the other.
             _run_all(pieces, is_inference)
             return
-        shares = share_out(costs, num_threads)
         threads = self._threads()
-        futures = [threads.submit(_run_all, [pieces[index] for index in share], is_inference) for share in shares]
+        work = [[pieces[index] for index in share] for share in shares if share]
+        futures = [threads.submit(_run_all, share, is_inference) for share in work]
         try:
             for future in futures:
                 future.result()

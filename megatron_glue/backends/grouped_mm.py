@@ -8,12 +8,12 @@ expert; it must read the offsets to slice, which is what common stacks do, and i
 
 Called by the experts of an MoE layer. Neither routes nor sorts.
 
-Shape suffixes: R received rows, D input width, F output width, e local experts.
+Shape suffixes: R received rows, D input width, F output width, e local experts, G fused gate/up width.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,32 @@ class GroupedMM(Protocol):
 
         Returns:
             [R, F].
+        """
+        ...
+
+
+Activation = Literal["swiglu", "gelu"]
+"""Between the two products of an expert: silu(gate) * up, or GELU by its tanh approximation."""
+
+
+@runtime_checkable
+class FusedExperts(Protocol):
+    """A :class:`GroupedMM` that can compute both products of the experts and what is between them as one function."""
+
+    def feed_forward(
+        self, x_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, offsets_e: Tensor, activation: Activation
+    ) -> Tensor:
+        """Compute all experts.
+
+        Args:
+            x_RD: Rows ordered by expert. Rows past the last offset belong to nobody and are never read.
+            gate_up_eGD: First weight of each expert, in the dtype of ``x_RD``; gates are the first half of its rows.
+            down_eDF: Second weight.
+            offsets_e: Integer end row of each expert, on the device of ``x_RD``.
+            activation: Between the two products.
+
+        Returns:
+            [R, D].
         """
         ...
 

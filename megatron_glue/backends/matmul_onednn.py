@@ -1,8 +1,8 @@
 """Products by oneDNN, for fp32 on a CPU.
 
 torch sends fp32 products on x86 to MKL, which on processors of other makers than Intel keeps to AVX2. oneDNN comes with
-torch and uses AVX-512 on all of them (docs/peers.md has both rates, measured). Sums are in another order than MKL's, so
-results differ by rounding, and are the same in every run.
+torch and uses AVX-512 on all of them, which is up to twice as fast where vector units are that wide (docs/peers.md).
+Sums are in another order than MKL's, so results differ by rounding, and are the same in every run.
 
 The operator is the one that torch's compiler emits for linear layers. It takes a second operand that is contiguous or
 the transpose of one that is, and copies a first one that is not contiguous.
@@ -21,11 +21,18 @@ from torch import Tensor
 
 from megatron_glue.ops.matmul import TORCH_MATMUL
 
+_FIRST_WIDE_FAMILY_OF_AMD = 26
+
 
 class OnednnMatMul:
-    """oneDNN's products. See :class:`megatron_glue.ops.matmul.MatMul`."""
+    """oneDNN's products. See :class:`megatron_glue.ops.matmul.MatMul`.
 
-    def __init__(self) -> None:
+    Args:
+        transposes: Whether it also computes ``a^T @ b``, for which it has to copy an operand; torch does otherwise.
+    """
+
+    def __init__(self, *, transposes: bool = True) -> None:
+        self._transposes = transposes
         self._linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
 
     def nt(self, a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -43,6 +50,8 @@ class OnednnMatMul:
 
     def tn(self, a_KM: Tensor, b_KN: Tensor) -> Tensor:
         """See :class:`megatron_glue.ops.matmul.MatMul`."""
+        if not self._transposes:
+            return TORCH_MATMUL.tn(a_KM, b_KN)
         if a_KM.shape[1] <= b_KN.shape[1]:
             return self.nt(a_KM.t(), b_KN.t())
         # The first operand is copied, so it should be the smaller one.
@@ -80,9 +89,32 @@ def why_not_onednn(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-def is_intel_processor() -> bool:
-    """Whether this is an Intel processor, on which MKL uses all vector units; False where the system does not say."""
+def is_onednn_much_faster() -> bool:
+    """Whether this processor computes more per cycle with AVX-512 than with AVX2, and MKL does not know it.
+
+    MKL keeps to AVX2 on processors of other makers than Intel. Vector units of AMD's are 512 bits wide from family 26
+    (Zen 5) on; before, oneDNN gains some percent on products without a transposed operand, and nothing on others.
+    """
+    vendor, family = _processor()
+    return vendor != "GenuineIntel" and not (vendor == "AuthenticAMD" and family < _FIRST_WIDE_FAMILY_OF_AMD)
+
+
+def why_onednn_gains_nothing() -> str:
+    """Say why no product gains by oneDNN on this processor, or return an empty string."""
+    return "MKL is as fast on Intel's processors" if _processor()[0] == "GenuineIntel" else ""
+
+
+def why_onednn_gains_little() -> str:
+    """Say why small products gain too little by it to pay for rounded sizes, or return an empty string."""
+    return "" if is_onednn_much_faster() else "MKL is as fast for small products on this processor"
+
+
+def _processor() -> tuple[str, int]:
+    """Maker and family, as Linux has them; empty and 0 where the system does not say."""
     try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return False
+        return "", 0
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    family = facts.get("cpu family", "")
+    return facts.get("vendor_id", ""), int(family) if family.isdigit() else 0

@@ -30,8 +30,14 @@ from megatron_glue.backends.grouped_mm import (
     grouped_mm_torch,
     reads_offsets,
 )
-from megatron_glue.backends.grouped_mm_onednn import GroupedMMOnCpu
-from megatron_glue.backends.matmul_onednn import OnednnMatMul, is_intel_processor, why_not_onednn
+from megatron_glue.backends.grouped_mm_cpu import GroupedMMOnCpu
+from megatron_glue.backends.matmul_onednn import (
+    OnednnMatMul,
+    is_onednn_much_faster,
+    why_not_onednn,
+    why_onednn_gains_little,
+    why_onednn_gains_nothing,
+)
 from megatron_glue.backends.norm import (
     LayerNormKernel,
     NormKernels,
@@ -193,11 +199,7 @@ def _why_not_onednn(needs: Needs) -> str:
     return why_not_onednn(needs.device, needs.dtype)
 
 
-def _why_not_onednn_by_itself(_needs: Needs) -> str:
-    return "MKL is as fast on Intel's processors" if is_intel_processor() else ""
-
-
-def _why_not_numpy(needs: Needs) -> str:
+def _why_not_on_host(needs: Needs) -> str:
     return "" if needs.device.type == "cpu" else "it would read device values"
 
 
@@ -262,7 +264,12 @@ _NORM: tuple[Entry[NormKernels], ...] = (
     ),
 )
 _MATMUL: tuple[Entry[MatMul], ...] = (
-    Entry("onednn", lambda *_: OnednnMatMul(), _why_not_onednn, why_not_auto=_why_not_onednn_by_itself),
+    Entry(
+        "onednn",
+        lambda *_: OnednnMatMul(transposes=is_onednn_much_faster()),
+        _why_not_onednn,
+        why_not_auto=lambda _: why_onednn_gains_nothing(),
+    ),
     Entry("torch", lambda *_: TORCH_MATMUL, _nothing),
     Entry(
         "te",
@@ -276,13 +283,14 @@ _GROUPED_MM: tuple[Entry[GroupedMM], ...] = (
         "onednn",
         lambda *_: GroupedMMOnCpu(OnednnMatMul()),
         _why_not_onednn,
-        why_not_auto=_why_not_onednn_by_itself,
+        why_not_auto=lambda _: why_onednn_gains_little(),
     ),
+    Entry("cores", lambda *_: GroupedMMOnCpu(TORCH_MATMUL), _why_not_on_host),
     Entry("torch", _load_grouped_mm_torch, _nothing, _caveat_of_grouped_mm_torch),
     Entry("loop", lambda _, reader: GroupedMMLoop(reader), _nothing),
 )
 _GROUPING: tuple[Entry[GroupingImplementation], ...] = (
-    Entry("numpy", lambda *_: "numpy", _why_not_numpy),
+    Entry("numpy", lambda *_: "numpy", _why_not_on_host),
     _triton_entry("grouping", _load_triton_grouping),
     Entry("torch", lambda *_: "torch", _nothing),
 )
@@ -303,8 +311,8 @@ _OPTIMIZER: tuple[Entry[str], ...] = (
 
 
 def _with_products(kernel: AttentionKernel, matmul_name: str) -> AttentionKernel:
-    """Let oneDNN take the long segments too, where it is the choice for all other products."""
-    if kernel is segments_attention and matmul_name == "onednn":
+    """Let oneDNN take the long segments too, where it is the choice for all other products and much faster."""
+    if kernel is segments_attention and matmul_name == "onednn" and is_onednn_much_faster():
         return SegmentsAttention(LongSegmentAttention(OnednnMatMul(), shared_pool()))
     return kernel
 

@@ -225,8 +225,8 @@ class BackendConfig(Section):
         "auto", "Packed attention; te: Transformer Engine."
     )
     norm_backend: Literal["auto", "torch", "cpu", "te", "apex"] = option("auto", "RMSNorm and LayerNorm.")
-    grouped_mm_backend: Literal["auto", "torch", "onednn", "loop"] = option(
-        "auto", "Product of grouped rows and expert weights; onednn: for fp32 on a CPU."
+    grouped_mm_backend: Literal["auto", "torch", "cores", "onednn", "loop"] = option(
+        "auto", "Product of grouped rows and expert weights; cores and onednn: on a CPU, each core takes some experts."
     )
     grouping_backend: Literal["auto", "numpy", "triton", "torch"] = option("auto", "One-pass grouping.")
     permutation_backend: Literal["auto", "triton", "torch"] = option("auto", "Rows into expert order and back.")

@@ -19,7 +19,7 @@ SwiGLU, F for GELU).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_glue.backends.grouped_mm import GroupedMM
+from megatron_glue.backends.grouped_mm import FusedExperts, GroupedMM
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.ops.swiglu import swiglu
 from megatron_glue.parallel.precision import local
@@ -39,11 +39,6 @@ last one of these belong to nobody; their results are never read."""
 
 Rebuilt = Callable[[Callable[[Tensor], Tensor], Tensor], AbstractContextManager[Tensor]]
 """(function, x) -> context that gives ``function(x)``, which backward may compute again from x."""
-
-
-def _kept(function: Callable[[Tensor], Tensor], x: Tensor) -> AbstractContextManager[Tensor]:
-    """A :data:`Rebuilt` that keeps the result."""
-    return nullcontext(function(x))
 
 
 class GroupedExperts(nn.Module):
@@ -81,13 +76,13 @@ class GroupedExperts(nn.Module):
         """
         return self.compute(x_RD, counts_e, *self._weights(x_RD.dtype))
 
-    def split(self, sizes: Sequence[int], dtype: torch.dtype, rebuilt: Rebuilt = _kept) -> list[ComputeExperts]:
+    def split(self, sizes: Sequence[int], dtype: torch.dtype, rebuilt: Rebuilt | None = None) -> list[ComputeExperts]:
         """Cut the experts into groups that are computed one after the other.
 
         Args:
             sizes: Experts of each group, with sum e.
             dtype: Of the rows.
-            rebuilt: How results of the nonlinearity are kept for backward.
+            rebuilt: How results of the nonlinearity are kept for backward; ``None``: as is fastest.
 
         Returns:
             For each group what :meth:`forward` is for all experts. Weights are read, and their gradients put together,
@@ -151,11 +146,16 @@ class GroupedExperts(nn.Module):
         return compute(x_RD, counts_e)
 
     def compute(
-        self, x_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, rebuilt: Rebuilt = _kept
+        self, x_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, rebuilt: Rebuilt | None = None
     ) -> Tensor:
         """Compute some experts at once, of which the weights are given; see :meth:`forward` and :meth:`split`."""
         offsets_e = counts_e.cumsum(0)
+        if rebuilt is None and isinstance(self._grouped_mm, FusedExperts):
+            activation = "swiglu" if self.gated else "gelu"
+            return self._grouped_mm.feed_forward(x_RD, gate_up_eGD, down_eDF, offsets_e, activation)
         gate_up_RG = self._grouped_mm(x_RD, gate_up_eGD.transpose(1, 2), offsets_e)
+        if rebuilt is None:
+            return self._grouped_mm(self._activate(gate_up_RG), down_eDF.transpose(1, 2), offsets_e)
         with rebuilt(self._activate, gate_up_RG) as hidden_RF:
             return self._grouped_mm(hidden_RF, down_eDF.transpose(1, 2), offsets_e)
 

@@ -177,7 +177,8 @@ class MoELayer(nn.Module):
 
     def _split_experts(self, context: ForwardContext, sizes: Sequence[int], dtype: torch.dtype) -> list[ComputeExperts]:
         if self.config.one_pass:
-            return self.experts.split(sizes, dtype, partial(context.rebuilt, "moe_act"))
+            rebuilt = partial(context.rebuilt, "moe_act") if context.rebuilds("moe_act") else None
+            return self.experts.split(sizes, dtype, rebuilt)
         return self.experts.split_by_slice(sizes, dtype, self.config.host_reader)
 
     def _run_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:

@@ -47,6 +47,10 @@ class SelectiveRecompute(Protocol):
         """See ``ForwardContext.recompute``."""
         ...
 
+    def rebuilds(self, name: str) -> bool:
+        """See ``ForwardContext.rebuilds``."""
+        ...
+
     def rebuild(self, name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> AbstractContextManager[Tensor]:
         """See ``ForwardContext.rebuilt``."""
         ...
@@ -124,6 +128,10 @@ class ForwardContext:
         if self.selective is None:
             return stretch(*inputs, self)
         return self.selective.run(name, stretch, inputs, self)
+
+    def rebuilds(self, name: str) -> bool:
+        """Whether backward computes again what :meth:`rebuilt` gives under this name."""
+        return self.selective is not None and self.selective.rebuilds(name)
 
     def rebuilt(self, name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> AbstractContextManager[Tensor]:
         """Enter the stretch of a layer's forward that uses ``function(x)``, which backward may compute again.

@@ -20,7 +20,9 @@ NUM_LAYERS, TOKENS, HIDDEN, HEADS, EXPERTS, TOP_K, FFN = 2, 96, 32, 4, 4, 2, 24
 FP32_BYTES = 4
 
 
-def run(modules: tuple[str, ...], folder: Path) -> tuple[int, int, list[torch.Tensor | None]]:
+def run(
+    modules: tuple[str, ...], folder: Path, grouped_mm: str = "torch"
+) -> tuple[int, int, list[torch.Tensor | None]]:
     """Bytes alive behind forward, builds of metadata, and gradients, of a dense layer and an MoE layer."""
     activation = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
     config = from_dict(
@@ -33,7 +35,7 @@ def run(modules: tuple[str, ...], folder: Path) -> tuple[int, int, list[torch.Te
                 "moe_layer_freq": (0, 1),
             },
             "data": {"seq_length": TOKENS},
-            "backend": {"attention_backend": "dense"},
+            "backend": {"attention_backend": "dense", "grouped_mm_backend": grouped_mm},
             "training": {"accelerator": {"enable_metadata_cache": True}},
             "activation": activation,
         }
@@ -78,3 +80,9 @@ def test_each_module_saves_what_it_should_and_decides_nothing_again(
         assert len(groupings) == 1, "the routing decision is reused"
         for actual, wanted in zip(gradients, expected, strict=True):
             assert (actual is None and wanted is None) or torch.equal(actual, wanted), modules
+
+
+def test_experts_stay_one_function_beside_other_modules(tmp_path: Path) -> None:
+    """It keeps no result of the nonlinearity, and the choice of another module must not bring that back."""
+    kept = {name: run(("core_attn",), tmp_path, name)[0] for name in ("torch", "cores")}
+    assert kept["torch"] - kept["cores"] >= 90 * TOP_K * FFN * FP32_BYTES

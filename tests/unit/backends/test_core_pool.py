@@ -29,6 +29,20 @@ def test_all_pieces_run_once_and_torch_keeps_its_threads(num_threads):
     pool.run([], [])
 
 
+@pytest.mark.parametrize(("costs", "is_shared"), [([1, 1], True), ([2, 1], True), ([9, 1], False), ([1], False)])
+def test_pieces_that_would_keep_one_core_busy_stay_with_the_caller(costs, is_shared):
+    """There each piece may use all cores, as 8 experts on 64 cores should."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = []
+        CorePool().run([lambda: found.append(threading.current_thread())] * len(costs), costs)
+        assert all((thread is not threading.current_thread()) is is_shared for thread in found)
+        assert len(found) == len(costs)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_each_thread_of_several_computes_on_one_core():
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -3,11 +3,12 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_glue.backends import registry
+from megatron_glue.backends import matmul_onednn, registry
 from megatron_glue.backends.apex import layer_norm_apex, rms_norm_apex
 from megatron_glue.backends.attention_metadata import METADATA_BUILDERS
 from megatron_glue.backends.attention_segments import SegmentsAttention, segments_attention
-from megatron_glue.backends.grouped_mm import GroupedMMLoop, GroupedMMWithReads, grouped_mm_torch
+from megatron_glue.backends.grouped_mm import GroupedMMLoop, GroupedMMWithReads
+from megatron_glue.backends.grouped_mm_cpu import GroupedMMOnCpu
 from megatron_glue.backends.norm import rms_norm_cpu, rms_norm_torch
 from megatron_glue.backends.permutation import TORCH_PERMUTATION
 from megatron_glue.backends.registry import resolve
@@ -38,23 +39,36 @@ def gpu(monkeypatch):
     return with_capability
 
 
-@pytest.mark.parametrize("is_intel", [True, False])
-def test_auto_on_a_cpu(monkeypatch, is_intel):
-    monkeypatch.setattr(registry, "is_intel_processor", lambda: is_intel)
+# Maker and family of a processor -> what multiplies, and what multiplies the rows of experts.
+PROCESSORS = {
+    "Intel": (("GenuineIntel", 6), "torch", "cores"),
+    "AMD Zen 4": (("AuthenticAMD", 25), "onednn", "cores"),
+    "AMD Zen 5": (("AuthenticAMD", 26), "onednn", "onednn"),
+    "unknown": (("", 0), "onednn", "onednn"),
+}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_auto_on_a_cpu(monkeypatch, processor):
+    facts, matmul, grouped_mm = PROCESSORS[processor]
+    monkeypatch.setattr(matmul_onednn, "_processor", lambda: facts)
     backends = resolve(BackendConfig(), "cpu", torch.float32, head_dim=64)
-    assert (backends.attention is segments_attention) is is_intel
+    # Long segments go to oneDNN where it is much faster, not where it only gains some percent.
+    assert (backends.attention is segments_attention) is (grouped_mm == "cores")
     assert isinstance(backends.attention, SegmentsAttention)
     assert backends.attention_layout == "segments"
     assert backends.rms_norm is rms_norm_cpu
-    assert (backends.grouped_mm is grouped_mm_torch) is is_intel
-    assert (backends.matmul is TORCH_MATMUL) is is_intel
-    assert ("matmul torch (not onednn: MKL is as fast on Intel's processors)" in backends.describe()) is is_intel
+    assert isinstance(backends.grouped_mm, GroupedMMOnCpu)
+    assert {role: name for role, name, _ in backends.choices}["grouped_mm"] == grouped_mm
+    assert (backends.matmul is TORCH_MATMUL) is (matmul == "torch")
+    reason = "matmul torch (not onednn: MKL is as fast on Intel's processors)"
+    assert (reason in backends.describe()) is (matmul == "torch")
     assert (backends.grouping, backends.optimizer) == ("numpy", "fused")
     assert (backends.permutation, backends.router) == (TORCH_PERMUTATION, None)
 
 
 def test_attention_multiplies_as_everything_else_does(monkeypatch):
-    monkeypatch.setattr(registry, "is_intel_processor", lambda: False)
+    monkeypatch.setattr(matmul_onednn, "_processor", lambda: PROCESSORS["AMD Zen 5"][0])
     plain = resolve(BackendConfig(matmul_backend="torch"), "cpu", torch.float32, head_dim=64)
     assert plain.attention is segments_attention
 
@@ -122,6 +136,7 @@ def test_a_build_without_cuda_is_a_reason_too(monkeypatch):
         ({"attention_backend": "varlen"}, {}, "its kernel runs on CUDA, not on cpu"),
         ({"matmul_backend": "onednn"}, {"dtype": torch.bfloat16}, "it computes in fp32"),
         ({"grouped_mm_backend": "onednn"}, {"device": "cuda"}, "it is for a CPU"),
+        ({"grouped_mm_backend": "cores"}, {"device": "cuda"}, "it would read device values"),
         ({"attention_backend": "flex"}, {}, "FlexAttention has no backward on a CPU"),
         (
             {"attention_backend": "varlen"},

@@ -1,8 +1,12 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from megatron_glue.backends.grouped_mm_cpu import GroupedMMOnCpu
 from megatron_glue.ops.grouping import group_tokens
 from megatron_glue.ops.host_reader import HostReader
+from megatron_glue.ops.matmul import TORCH_MATMUL
 from megatron_glue.ops.permute import permute_rows, unpermute_rows
 from tests.support.moe_cases import MoECase, dense_experts, random_rows
 from tests.support.operator_watch import OperatorWatch
@@ -157,3 +161,20 @@ def test_slices_return_zeros_for_rows_that_are_nobodys():
     assert torch.equal(y[:11], layer.experts.forward_by_slice(x[:11], COUNTS, HostReader()))
     assert y.shape == x.shape
     assert not y[11:].any()
+
+
+def test_experts_are_one_function_unless_what_is_between_their_products_is_rebuilt():
+    layer, x, names = build(), random_rows(11, 8), []
+    layer.experts._grouped_mm = GroupedMMOnCpu(TORCH_MATMUL)
+
+    def rebuilt(function, between):
+        names.append("rebuilt")
+        return nullcontext(function(between))
+
+    (fused,) = layer.experts.split([5], x.dtype)
+    (apart,) = layer.experts.split([5], x.dtype, rebuilt)
+    y_fused, y_apart = fused(x, COUNTS), apart(x, COUNTS)
+    assert names == ["rebuilt"]
+    assert "FeedForward" in type(y_fused.grad_fn).__name__
+    assert "FeedForward" not in type(y_apart.grad_fn).__name__
+    assert_close(y_fused, y_apart)

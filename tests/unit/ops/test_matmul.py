@@ -6,7 +6,7 @@ from megatron_glue.backends.matmul_onednn import OnednnMatMul
 from megatron_glue.ops.matmul import TORCH_MATMUL, linear
 from tests.support.tolerances import assert_close
 
-MATMULS = {"torch": TORCH_MATMUL, "onednn": OnednnMatMul()}
+MATMULS = {"torch": TORCH_MATMUL, "onednn": OnednnMatMul(), "onednn, tn by torch": OnednnMatMul(transposes=False)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
