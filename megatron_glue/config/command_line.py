@@ -18,6 +18,8 @@ from megatron_glue.config.fields import FieldSpec, Override, field_specs, neares
 from megatron_glue.config.sections import RunConfig
 
 SOURCE = "command line"
+DRY_RUN_COUNTS = ("--world-size", "--ranks-per-node")
+MAX_RANKS = 1_000_000
 METAVARS = {"int": "N", "float": "X", "str": "TEXT", "ints": "N", "strs": "TEXT"}
 
 
@@ -30,6 +32,9 @@ class CommandLine:
         config_files: YAML files in the order they were given.
         is_accelerator_off: Whether ``--no-accelerator`` was given.
         is_print_config: Whether ``--print-config`` was given.
+        is_dry_run: Whether ``--dry-run`` was given.
+        world_size: Ranks that a dry run is to plan for; ``None`` if it was not said.
+        ranks_per_node: Likewise, ranks of one machine.
         ignored: Flags that are accepted and not used.
         notes: Translations that the user should be told about.
     """
@@ -38,6 +43,9 @@ class CommandLine:
     config_files: list[str] = field(default_factory=list)
     is_accelerator_off: bool = False
     is_print_config: bool = False
+    is_dry_run: bool = False
+    world_size: int | None = None
+    ranks_per_node: int | None = None
     ignored: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -72,6 +80,7 @@ def parse_command_line(argv: Sequence[str], defaults: RunConfig, program: str | 
 def known_flags() -> list[str]:
     """Return every flag that is accepted, Megatron-LM's included."""
     flags = ["--help", "--version", "--config", "--print-config", "--no-accelerator"]
+    flags += ["--dry-run", *DRY_RUN_COUNTS]
     for spec in field_specs().values():
         flags += [spec.flag, *spec.off_flags]
     tables = (megatron_flags.TRANSLATED, megatron_flags.SATISFIED, megatron_flags.IGNORED, megatron_flags.REFUSED)
@@ -121,6 +130,17 @@ class _Append(_Action):
     def apply(self, parsed: CommandLine, flag: str, words: list[str]) -> None:
         """Append the file."""
         getattr(parsed, self.dest).extend(words)
+
+
+class _CountAction(_Action):
+    """A number of ranks, for ``--dry-run``."""
+
+    def apply(self, parsed: CommandLine, flag: str, words: list[str]) -> None:
+        """Write the number down."""
+        text = words[0]
+        if not (text.isascii() and text.isdigit() and 0 < int(text) <= MAX_RANKS):
+            raise ConfigError(flag, text, f"not a whole number from 1 to {MAX_RANKS}", "give a number of ranks")
+        setattr(parsed, self.dest, int(text))
 
 
 class _FieldAction(_Action):
@@ -205,7 +225,31 @@ def _build_parser(defaults: RunConfig, program: str | None) -> _Parser:
         "--config", dest="config_files", action=_Append, metavar="FILE", help="YAML file; a later file wins."
     )
     run.add_argument(
-        "--print-config", dest="is_print_config", action=_Action, nargs=0, help="Print the resolved YAML and exit."
+        "--print-config",
+        dest="is_print_config",
+        action=_Action,
+        nargs=0,
+        help="Print the resolved YAML, with the source of each value that is no default, and exit.",
+    )
+    run.add_argument(
+        "--dry-run",
+        dest="is_dry_run",
+        action=_Action,
+        nargs=0,
+        help="Check everything that can be checked without starting, print the layout of the ranks, the memory that "
+        "each needs and what would start, and exit; needs no GPU.",
+    )
+    run.add_argument(
+        "--world-size",
+        action=_CountAction,
+        metavar="N",
+        help="With --dry-run: plan for N ranks (default: those that the launcher started).",
+    )
+    run.add_argument(
+        "--ranks-per-node",
+        action=_CountAction,
+        metavar="N",
+        help="With --dry-run: ranks of one machine (default: as the launcher says, else at most 8).",
     )
     run.add_argument(
         "--no-accelerator",

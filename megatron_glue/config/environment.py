@@ -13,6 +13,7 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import ENVIRONMENT_PREFIX, Override, field_specs, nearest, parse_switch, parse_words
 
 DISABLE_NAME = ENVIRONMENT_PREFIX + "DISABLE"
+CONFIG_NAME = ENVIRONMENT_PREFIX + "CONFIG"
 LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,11 +39,11 @@ def environment_overrides(environ: Mapping[str, str]) -> list[Override]:
     by_name = {spec.environment_name: spec for spec in field_specs().values()}
     overrides = []
     for name in sorted(environ):
-        if not name.startswith(ENVIRONMENT_PREFIX) or name == DISABLE_NAME:
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in (DISABLE_NAME, CONFIG_NAME):
             continue
         text = environ[name]
         if name not in by_name:
-            suggestion = nearest(name, [*by_name, DISABLE_NAME])
+            suggestion = nearest(name, [*by_name, DISABLE_NAME, CONFIG_NAME])
             remedy = f"did you mean {suggestion}?" if suggestion else "unset it"
             raise ConfigError(name, text, "unknown setting in the environment", remedy)
         spec = by_name[name]
@@ -51,6 +52,15 @@ def environment_overrides(environ: Mapping[str, str]) -> list[Override]:
             raise spec.error(name, text)
         overrides.append(Override(spec, parse_words(spec, words, name), name, f"environment {name}"))
     return overrides
+
+
+def environment_config_files(environ: Mapping[str, str]) -> list[str]:
+    """Return the YAML files that ``MEGATRON_GLUE_CONFIG`` names, in order; they stand below those of ``--config``.
+
+    Args:
+        environ: The environment. Several files are separated like the folders of ``PATH``.
+    """
+    return [path for path in environ.get(CONFIG_NAME, "").split(os.pathsep) if path]
 
 
 def is_disabled(environ: Mapping[str, str]) -> bool:

@@ -1,8 +1,9 @@
 """From defaults, YAML files, environment and command line to one configuration that knows where each value came from.
 
-Precedence: defaults < YAML < environment < command line. One exception stands above all: ``MEGATRON_GLUE_DISABLE=1``
-(and ``--no-accelerator``) turns the three optimisations off. Offload of activations that was asked for by
-``--activation-offload`` stays: it makes a model fit, and without the double buffer it is the plain single-buffer way.
+Precedence: defaults < YAML (files of ``MEGATRON_GLUE_CONFIG``, then of ``--config``) < environment < command line. One
+exception stands above all: ``MEGATRON_GLUE_DISABLE=1`` (and ``--no-accelerator``) turns the three optimisations off.
+Offload of activations that was asked for by ``--activation-offload`` stays: it makes a model fit, and without the
+double buffer it is the plain single-buffer way.
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_glue.config.command_line import SOURCE, field_values, parse_command_line
-from megatron_glue.config.environment import DISABLE_NAME, RankEnvironment, environment_overrides, is_disabled
+from megatron_glue.config.command_line import SOURCE, CommandLine, field_values, parse_command_line
+from megatron_glue.config.environment import (
+    CONFIG_NAME,
+    DISABLE_NAME,
+    RankEnvironment,
+    environment_config_files,
+    environment_overrides,
+    is_disabled,
+)
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import Override, field_specs, section_paths, value_to_word
 from megatron_glue.config.sections import RunConfig, Section
@@ -23,6 +31,22 @@ from megatron_glue.config.yaml_files import read_yaml, to_yaml, unknown_key_reme
 
 SWITCHES = ("enable_metadata_cache", "enable_double_buffer", "enable_grouped_index")
 """The fields that switch the three optimisations."""
+
+
+DEFAULT_RANKS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What ``--dry-run`` is to plan for.
+
+    Attributes:
+        world_size: Ranks.
+        ranks_per_node: Ranks of one machine.
+    """
+
+    world_size: int
+    ranks_per_node: int
 
 
 @dataclass(frozen=True)
@@ -33,15 +57,22 @@ class ResolvedConfig:
         config: The configuration; its fields are checked, their combinations are not (``validation.py``).
         provenance: Field name -> ``default``, ``file X``, ``environment NAME`` or ``command line``.
         warnings: Lines for the user, e.g. flags that are accepted and not used.
+        dry_run: Set if nothing is to be started.
     """
 
     config: RunConfig
     provenance: dict[str, str]
     warnings: list[str]
+    dry_run: DryRun | None = None
 
 
 def resolve_config(
-    argv: Sequence[str], environ: Mapping[str, str], defaults: RunConfig, program: str | None = None
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    defaults: RunConfig,
+    program: str | None = None,
+    *,
+    may_dry_run: bool = False,
 ) -> ResolvedConfig:
     """Merge everything a user can say into one configuration.
 
@@ -50,6 +81,7 @@ def resolve_config(
         environ: The environment (``environment.read_environment()``).
         defaults: The entry point's own defaults.
         program: Name of the program in ``--help``; ``None`` takes it from the running script.
+        may_dry_run: Whether the caller heeds ``ResolvedConfig.dry_run``; otherwise ``--dry-run`` is an error.
 
     Returns:
         The configuration with provenance and warnings.
@@ -59,21 +91,23 @@ def resolve_config(
         SystemExit: With code 0 after ``--help``, ``--version`` and ``--print-config``.
     """
     command_line = parse_command_line(argv, defaults, program)
-    overrides = [override for path in command_line.config_files for override in read_yaml(path)]
+    overrides = [override for path in environment_config_files(environ) for override in read_yaml(path, CONFIG_NAME)]
+    overrides += [override for path in command_line.config_files for override in read_yaml(path)]
     overrides += environment_overrides(environ)
     overrides += command_line.overrides
     overrides += _switches_off(is_disabled(environ), command_line.is_accelerator_off)
     chosen = {override.spec.name: override for override in overrides}
     config = _apply(defaults, overrides)
+    provenance = {name: chosen[name].source if name in chosen else "default" for name in field_specs()}
+    dry_run = _dry_run(command_line, environ, may_dry_run)
     if command_line.is_print_config:
         if RankEnvironment.from_mapping(environ).is_main:
-            sys.stdout.write(to_yaml(config))
+            sys.stdout.write(to_yaml(config, provenance))
         raise SystemExit(0)
     warnings = list(command_line.notes)
     if command_line.ignored:
         warnings.append(f"accepted for Megatron-LM scripts and not used: {', '.join(command_line.ignored)}")
-    provenance = {name: chosen[name].source if name in chosen else "default" for name in field_specs()}
-    return ResolvedConfig(config, provenance, warnings)
+    return ResolvedConfig(config, provenance, warnings, dry_run)
 
 
 def describe(resolved: ResolvedConfig) -> str:
@@ -108,8 +142,29 @@ def _switches_off(by_environment: bool, by_flag: bool) -> list[Override]:
     if not (by_environment or by_flag):
         return []
     written = DISABLE_NAME if by_environment else "--no-accelerator"
-    source = f"environment {DISABLE_NAME}" if by_environment else SOURCE
+    source = f"environment {DISABLE_NAME}" if by_environment else f"{SOURCE} {written}"
     return [Override(field_specs()[name], False, written, source) for name in SWITCHES]
+
+
+def _dry_run(command_line: CommandLine, environ: Mapping[str, str], may_dry_run: bool) -> DryRun | None:
+    """Return what a dry run is to plan for: what was said, else the ranks that a launcher started.
+
+    Raises:
+        ConfigError: If its flags are given without it, or it is asked for where it does not exist.
+    """
+    wanted = {"--world-size": command_line.world_size, "--ranks-per-node": command_line.ranks_per_node}
+    if not command_line.is_dry_run:
+        for flag, count in wanted.items():
+            if count is not None:
+                reason = "is for --dry-run; a run has the ranks that its launcher starts"
+                raise ConfigError(flag, count, reason, "add --dry-run, or drop it")
+        return None
+    if not may_dry_run:
+        raise ConfigError("--dry-run", "", "exists for the entry points only", "drop it, or use pretrain_gpt.py")
+    ranks = RankEnvironment.from_mapping(environ)
+    world_size = command_line.world_size or ranks.world_size
+    as_launched = ranks.local_world_size if ranks.launched_by_torchrun else DEFAULT_RANKS_PER_NODE
+    return DryRun(world_size, command_line.ranks_per_node or min(world_size, as_launched))
 
 
 def _flatten(data: Mapping[str, Any], section: tuple[str, ...]) -> Iterable[Override]:

@@ -6,8 +6,9 @@ plain data is read: no tags, no objects.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: str) -> list[Override]:
+def read_yaml(path: str, named_by: str = "--config") -> list[Override]:
     """Read one file.
 
     Args:
         path: The file as the user wrote it.
+        named_by: The flag or variable that names it, for the message.
 
     Returns:
         One override per key, with ``written`` naming file, line and key.
@@ -43,13 +45,38 @@ def read_yaml(path: str) -> list[Override]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError("--config", path, f"cannot be read: {reason}", "give the path of a YAML file") from error
+        raise ConfigError(named_by, path, f"cannot be read: {reason}", "give the path of a YAML file") from error
     return list(_overrides(text, path))
 
 
-def to_yaml(config: RunConfig) -> str:
-    """Write every section with every field; reading it back gives an equal configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def to_yaml(config: RunConfig, provenance: Mapping[str, str] | None = None) -> str:
+    """Write every section with every field; reading it back gives an equal configuration.
+
+    Args:
+        config: What to write.
+        provenance: Field name -> where its value came from; a comment then says so beside each value that is not a
+            default. ``None`` writes no comments.
+    """
+    sections = config.model_dump(mode="json")
+    if provenance is None:
+        return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    return "\n".join([*_with_sources(sections, provenance, ""), ""])
+
+
+def _with_sources(section: Mapping[str, Any], provenance: Mapping[str, str], indent: str) -> Iterator[str]:
+    """Yield the lines of a section. No field is a mapping, so every mapping is a section."""
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield f"{indent}{name}:"
+            yield from _with_sources(value, provenance, indent + "  ")
+            continue
+        lines = yaml.safe_dump({name: value}, allow_unicode=True, width=math.inf).splitlines()
+        source = provenance.get(name, "default")
+        if source != "default":
+            comment = "# " + "".join(letter if letter.isprintable() else "?" for letter in source)
+            # Behind the first of several lines it might stand inside a quoted text.
+            lines = [f"{lines[0]}  {comment}"] if len(lines) == 1 else [comment, *lines]
+        yield from (indent + line for line in lines)
 
 
 def _overrides(text: str, path: str) -> Iterator[Override]:

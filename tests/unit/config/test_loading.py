@@ -11,6 +11,7 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import field_specs
 from megatron_glue.config.loading import (
     SWITCHES,
+    DryRun,
     ResolvedConfig,
     as_dict,
     describe,
@@ -71,7 +72,7 @@ def test_disable_stands_above_the_command_line() -> None:
 def test_no_accelerator_wins_wherever_it_stands() -> None:
     resolved = _resolve("--no-accelerator", *ALL_ON)
     assert not any(getattr(resolved.config.accelerator, name) for name in SWITCHES)
-    assert resolved.provenance["enable_metadata_cache"] == "command line"
+    assert resolved.provenance["enable_metadata_cache"] == "command line --no-accelerator"
 
 
 def test_disable_keeps_offload_that_was_asked_for() -> None:
@@ -145,6 +146,92 @@ def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[
     file = tmp_path / "run.yaml"
     file.write_text(capsys.readouterr().out)
     assert _resolve("--config", str(file)).config == _resolve(*argv).config
+
+
+def test_print_config_names_the_source_of_what_is_no_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("model: {hidden_size: 64}\n")
+    environ = {"MEGATRON_GLUE_CONFIG": str(site), "MEGATRON_GLUE_SEED": "7", "MEGATRON_GLUE_DISABLE": "1"}
+    with pytest.raises(SystemExit):
+        _resolve("--num-layers", "3", "--print-config", environ=environ)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in lines if "#" in line] == [
+        "num_layers: 3  # command line",
+        f"hidden_size: 64  # file {site}",
+        *(f"{name}: false  # environment MEGATRON_GLUE_DISABLE" for name in SWITCHES),
+        "seed: 7  # environment MEGATRON_GLUE_SEED",
+    ]
+
+
+def test_a_site_file_stands_below_the_files_of_a_job(tmp_path: Path) -> None:
+    for name, text in (
+        ("site", "model: {num_layers: 1, hidden_size: 64}\ntraining: {accelerator: {enable_double_buffer: true}}"),
+        ("team", "model: {ffn_hidden_size: 32}"),
+        ("job", "model: {num_layers: 2}\ntraining: {accelerator: {enable_double_buffer: false}}"),
+    ):
+        (tmp_path / name).write_text(text)
+    environ = {"MEGATRON_GLUE_CONFIG": f"{tmp_path / 'site'}:{tmp_path / 'team'}"}
+    resolved = _resolve("--config", str(tmp_path / "job"), environ=environ)
+    model = resolved.config.model
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (2, 64, 32)
+    assert not resolved.config.accelerator.enable_double_buffer
+    assert resolved.provenance["hidden_size"] == f"file {tmp_path / 'site'}"
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        _resolve(environ={"MEGATRON_GLUE_CONFIG": str(tmp_path / "nowhere")})
+    assert caught.value.field == "MEGATRON_GLUE_CONFIG"
+
+
+@pytest.mark.parametrize("source", ["file", "environment"])
+def test_every_field_of_the_accelerator_block_has_a_key_and_a_variable(tmp_path: Path, source: str) -> None:
+    block = {
+        "enable_metadata_cache": True,
+        "cache_scope": "micro-batch",
+        "enable_double_buffer": True,
+        "buffer_size_mb": 48,
+        "enable_grouped_index": False,
+        "log_level": "warning",
+        "metrics_interval": 3,
+    }
+    assert set(block) == set(AcceleratorConfig.model_fields)
+    if source == "file":
+        (tmp_path / "run.yaml").write_text(json.dumps({"training": {"accelerator": block}}))
+        resolved = _resolve("--config", str(tmp_path / "run.yaml"))
+    else:
+        words = {True: "1", False: "0"}
+        environ = {f"MEGATRON_GLUE_{name.upper()}": words.get(value, str(value)) for name, value in block.items()}
+        resolved = _resolve(environ=environ)
+    assert resolved.config.accelerator == AcceleratorConfig(**block)
+    assert all(resolved.provenance[name].startswith(source) for name in block)
+
+
+def test_a_dry_run_plans_for_the_ranks_that_are_named_or_launched() -> None:
+    def plan(*argv: str, **environ: str) -> DryRun | None:
+        return resolve_config(argv, environ, RunConfig(), "pretrain.py", may_dry_run=True).dry_run
+
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}
+    launched |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert plan() is None
+    assert plan("--dry-run") == DryRun(1, 1)
+    assert plan("--dry-run", "--world-size", "256") == DryRun(256, 8)
+    assert plan("--dry-run", "--world-size", "256", "--ranks-per-node", "4") == DryRun(256, 4)
+    assert plan("--dry-run", **launched) == DryRun(6, 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--world-size", "4"], "--world-size=4: is for --dry-run"),
+        (["--ranks-per-node", "4"], "--ranks-per-node=4: is for --dry-run"),
+        (["--dry-run", "--world-size", "0"], "--world-size=0: not a whole number from 1"),
+        (["--dry-run", "--world-size", "many"], "--world-size=many: not a whole number from 1"),
+        (["--dry-run"], "--dry-run: exists for the entry points only"),
+    ],
+)
+def test_a_dry_run_that_cannot_be(argv: list[str], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        _resolve(*argv)
 
 
 def test_one_rank_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:

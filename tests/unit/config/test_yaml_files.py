@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_glue.config.errors import ConfigError
-from megatron_glue.config.sections import ModelConfig, OptimizerConfig, RunConfig
+from megatron_glue.config.sections import LoggingConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron_glue.config.yaml_files import read_yaml, to_yaml
 
 
@@ -91,3 +91,16 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
 def test_endless_nesting_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nested too deeply"):
         _read(tmp_path, "model: {num_layers: " + "[" * 5000 + "]" * 5000 + "}")
+
+
+def test_sources_are_comments_that_change_no_value(tmp_path: Path) -> None:
+    config = RunConfig(
+        model=ModelConfig(window_size=4, window_attn_skip_freq=(0, 1, 1, 0)),
+        logging=LoggingConfig(sample_prompt="two\nlines # 'and' more"),
+    )
+    provenance = {"window_size": "file a\nb.yaml", "window_attn_skip_freq": "command line", "sample_prompt": "x: y"}
+    text = to_yaml(config, provenance)
+    assert yaml.safe_load(text) == config.model_dump(mode="json")
+    assert "  window_size: 4  # file a?b.yaml\n" in text
+    assert "  # command line\n  window_attn_skip_freq:\n" in text
+    assert text.count("#") == 4
