@@ -195,23 +195,32 @@ def _build_part(shared: _Shared, layers: range, activation: ActivationManager) -
         output_head=output_head,
         dropout=SeededDropout(model.hidden_dropout, -1, "embedding"),
         output=OutputConfig(
-            LossChunks(shared.vocab_size, _chunk_tokens(shared), build.backends.matmul),
+            LossChunks(
+                shared.vocab_size,
+                loss_chunk_tokens(shared.config, shared.vocab_size, shared.place.device.type),
+                build.backends.matmul,
+            ),
             shared.precision.compute_dtype,
             build.tensor_parallel,
         ),
     )
 
 
-def _chunk_tokens(shared: _Shared) -> int:
+def loss_chunk_tokens(config: RunConfig, vocab_size: int, device_type: str) -> int:
     """Tokens whose logits exist at once; unset: as many as fit the cache of a CPU, or a small part of a GPU's memory.
 
     It follows from the whole vocabulary, so that all layouts add the same chunks.
+
+    Args:
+        config: A validated configuration.
+        vocab_size: Real entries of the vocabulary.
+        device_type: ``cpu`` or ``cuda``.
     """
-    wanted = shared.config.backend.cross_entropy_chunk_tokens
+    wanted = config.backend.cross_entropy_chunk_tokens
     if wanted is not None:
         return wanted
-    logits_bytes = 8 * 2**20 if shared.place.device.type == "cpu" else 512 * 2**20
-    return max(64, logits_bytes // (4 * shared.vocab_size) // 64 * 64)
+    logits_bytes = 8 * 2**20 if device_type == "cpu" else 512 * 2**20
+    return max(64, logits_bytes // (4 * vocab_size) // 64 * 64)
 
 
 def _sum_with_other_end(layer: TokenEmbedding | OutputHead | None) -> None:
