@@ -41,8 +41,12 @@ from megatron_glue.training.generation import printable
 from megatron_glue.training.isolation import IsolationError, prove_isolation
 from megatron_glue.training.loop import Run, train
 from megatron_glue.training.monitor import Monitor
+from megatron_glue.training.planning.dry_run import dry_run
 from megatron_glue.training.rank_check import RanksDifferError
+from megatron_glue.training.run_environment import software
 from megatron_glue.training.session import Session, build_session
+from megatron_glue.training.start_check import check_same_start
+from megatron_glue.training.start_record import record_start
 from megatron_glue.training.summary import check_writable_file, print_summary, write_json
 
 SUMMARY_NAME = "summary.json"
@@ -63,7 +67,11 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None, watch: Callable
     environment = RankEnvironment()
     try:
         environment = RankEnvironment.from_mapping(environ)
-        resolved = resolve_config(sys.argv[1:] if argv is None else argv, environ, defaults)
+        resolved = resolve_config(sys.argv[1:] if argv is None else argv, environ, defaults, may_dry_run=True)
+        if resolved.dry_run is not None:
+            if environment.is_main:
+                dry_run(resolved)
+            return 0
         return _run(resolved, environment, watch)
     except ConfigError as error:
         return _report(error, EXIT_USAGE, environment)
@@ -98,6 +106,7 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable
     warnings = [*resolved.warnings, *validate(config, environment.world_size, device.type)]
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     with distributed_session(environment, timeout, device):
+        check_same_start(config, software())
         mesh = ParallelMesh.build(config.parallel, device.type, config.model.num_kv_heads)
         if config.training.prove_isolation:
             _prove_isolation(config, mesh, device)
@@ -118,6 +127,7 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable
                 if watch is not None:
                     watch(session)
                 try:
+                    monitor.say(record_start(session, resolved, store.root, None if start is None else start.path))
                     heldout_loss = train(Run(session, saver, monitor))
                 finally:
                     monitor.close()

@@ -112,7 +112,7 @@ def test_fsdp2_splits_what_stays_over_the_ranks() -> None:
     assert many.parameters == 4 * one.num_parameters / 4
     assert many.transit > 0
     assert one.transit == 0
-    deep = {"model": {"num_layers": 8}, "moe": {"num_experts": 0}}
+    deep: dict[str, Any] = {"model": {"num_layers": 8}, "moe": {"num_experts": 0}}
     kept = at(4, parallel=parallel | {"zero_stage": 2}, **deep)
     assert kept.transit > at(4, parallel=parallel, **deep).transit
 
