@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_glue.parallel.collectives import all_reduce_max, max_over_ranks
+from megatron_glue.parallel.collectives import all_reduce_max, gather_rows, max_over_ranks
 
 _MESSAGE_BYTES = 1024
 _LOST_PEER_TEXTS = ("connection", "timed out", "timeout")
@@ -70,6 +70,17 @@ def first_message(message: str, group: ProcessGroup | None) -> str:
         data = message.encode()[:_MESSAGE_BYTES]
         text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return bytes(all_reduce_max(text, group).numpy()).rstrip(b"\0").decode(errors="ignore")
+
+
+def gather_texts(text: str, group: ProcessGroup | None) -> list[str]:
+    """The text of every rank, on every rank, in the order of ranks. Blocks the host, not the device.
+
+    Args:
+        text: This rank's; not empty.
+        group: The ranks.
+    """
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return [bytes(rows.numpy()).decode() for rows in gather_rows(own, group)]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,13 +15,13 @@ import json
 import socket
 from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 
 from megatron_glue.config.command_line import field_values
 from megatron_glue.config.fields import value_to_word
 from megatron_glue.config.sections import RunConfig
-from megatron_glue.parallel.collectives import gather_rows, is_same_on_all_ranks
+from megatron_glue.parallel.agreement import gather_texts
+from megatron_glue.parallel.collectives import is_same_on_all_ranks
 from megatron_glue.training.rank_check import RanksDifferError
 
 OWN_TO_A_MACHINE = frozenset({"data_path", "activation_offload_dir", "summary_path"})
@@ -41,9 +41,8 @@ def check_same_start(config: RunConfig, versions: Mapping[str, str]) -> None:
     facts = start_facts(config, versions)
     if is_same_on_all_ranks(int(digest(facts)[:15], 16), group):
         return
-    text = json.dumps({**facts, _HOST: socket.gethostname()}).encode()
-    tables = gather_rows(torch.frombuffer(bytearray(text), dtype=torch.uint8), group)
-    raise RanksDifferError(first_difference([json.loads(bytes(table.numpy())) for table in tables]))
+    tables = gather_texts(json.dumps({**facts, _HOST: socket.gethostname()}), group)
+    raise RanksDifferError(first_difference([json.loads(table) for table in tables]))
 
 
 def start_facts(config: RunConfig, versions: Mapping[str, str]) -> dict[str, str]:

@@ -69,7 +69,7 @@ def test_a_second_run_into_the_same_folder_is_refused_on_all_ranks(folder: Path)
     assert [end.error_lines for end in second] == [[f"error: {line}"], [f"error: [rank 1] {line}"]]
     assert before == [".lock", "env.json", "latest", "step_00000002"]
     assert ends[0].code == 0, ends
-    assert names(folder) == ["latest", "step_00000002", "step_00000004", "summary.json"]
+    assert names(folder) == ["env.json", "latest", "step_00000002", "step_00000004", "summary.json"]
 
 
 def test_a_run_starts_again_at_once_after_kill_and_after_its_end(folder: Path) -> None:
