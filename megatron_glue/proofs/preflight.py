@@ -21,7 +21,7 @@ from megatron_glue.config.environment import RankEnvironment
 from megatron_glue.parallel.agreement import gather_texts
 from megatron_glue.proofs import preflight_measures as measures
 from megatron_glue.training.run_environment import software
-from megatron_glue.training.start_check import first_difference
+from megatron_glue.training.start_check import comparable, first_difference
 
 FILES_PER_RANK = 20
 """Groups of a mesh that may connect to every other rank."""
@@ -110,7 +110,8 @@ def preflight(
     Returns:
         The checks, the same on all ranks.
     """
-    own = Answers(socket.gethostname(), environment.local_rank == 0, {**software(), "device": device_name(device)})
+    versions = {**comparable(software()), "device": device_name(device)}
+    own = Answers(socket.gethostname(), environment.local_rank == 0, versions)
     offsets_ms = measures.clock_offsets_ms(group)
     for name, rate in (
         ("link", measures.ring_rate(needs.message_mb * measures.MIB, device, group)),

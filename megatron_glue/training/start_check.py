@@ -57,7 +57,12 @@ def start_facts(config: RunConfig, versions: Mapping[str, str]) -> dict[str, str
         for spec, value in field_values(config)
         if spec.name not in OWN_TO_A_MACHINE
     }
-    return {**versions, **settings}
+    return {**comparable(versions), **settings}
+
+
+def comparable(versions: Mapping[str, str]) -> dict[str, str]:
+    """Leave the git revision out: a machine may lack git, or differ in files that nothing runs; the digest decides."""
+    return {name: version for name, version in versions.items() if name != "git revision"}
 
 
 def digest(facts: Mapping[str, str]) -> str:

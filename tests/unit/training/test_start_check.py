@@ -14,6 +14,7 @@ def test_settings_and_versions_count_and_places_of_a_machine_do_not() -> None:
     assert digest(start_facts(RunConfig(), {"torch": "2.12.0"})) != plain
     own = RunConfig(data=DataConfig(data_path=("local.jsonl",)), logging=LoggingConfig(summary_path="a.json"))
     assert digest(start_facts(own, VERSIONS)) == plain
+    assert digest(start_facts(RunConfig(), {**VERSIONS, "git revision": "none"})) == plain
 
 
 def test_the_first_rank_that_differs_is_named_with_the_difference() -> None:
