@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_glue.parallel.agreement import PeerFailedError, first_message, is_lost_peer, together
+from megatron_glue.parallel.agreement import PeerFailedError, first_message, gather_texts, is_lost_peer, together
 from tests.support.processes import run_distributed
 
 
@@ -23,6 +23,15 @@ def fail_on_rank_one(rank: int, world_size: int) -> str:
     assert first_message("", group) == ""
     assert first_message(f"from {rank}" if rank else "", group) == "from 1"
     return f"{type(caught.value).__name__} {str(caught.value)[:15]}"
+
+
+def texts_on_rank(rank: int, world_size: int) -> list[str]:
+    return gather_texts("ä" * (rank + 1), dist.group.WORLD)
+
+
+def test_texts_of_any_length_reach_every_rank_in_order() -> None:
+    assert run_distributed(texts_on_rank, 3) == [["ä", "ää", "äää"]] * 3
+    assert gather_texts("alone", None) == ["alone"]
 
 
 def test_all_ranks_raise_and_say_why() -> None:
