@@ -14,10 +14,14 @@ EXTRAS = {
         "hypothesis>=6.100",
         "pytest-timeout>=2.3",
         "matplotlib>=3.8",
+        "prometheus_client>=0.20",
+        "tensorboard>=2.16",
         'triton>=3.6; sys_platform == "linux"',
     ],
     "lint": ["ruff==0.17.6", "pyright==1.1.414"],
     "bench": ["matplotlib>=3.8"],
+    "metrics": ["tensorboard>=2.16"],
+    "wandb": ["wandb>=0.19"],
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})

@@ -123,11 +123,8 @@ IGNORED: dict[str, int] = {
     "--log-timers-to-tensorboard": 0,
     "--log-memory-to-tensorboard": 0,
     "--log-validation-ppl-to-tensorboard": 0,
-    "--tensorboard-dir": 1,
     "--tensorboard-log-interval": 1,
     "--tensorboard-queue-size": 1,
-    "--wandb-project": 1,
-    "--wandb-exp-name": 1,
     "--wandb-save-dir": 1,
     "--profile": 0,
 }

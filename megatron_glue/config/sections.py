@@ -143,7 +143,9 @@ class AcceleratorConfig(Section):
         values={"one-pass": True, "loop": False},
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least important message shown.")
-    metrics_interval: PositiveInt = option(10, "Iterations between reads of the accelerator's counters.")
+    metrics_interval: PositiveInt = option(
+        10, "Iterations between reads of the accelerator's counters; logging steps in between go without them."
+    )
 
 
 class CacheConfig(Section):
@@ -251,6 +253,31 @@ class LoggingConfig(Section):
     summary_path: str | None = option(None, "Write the summary there as JSON; unset: nowhere.")
     sample_prompt: str = option("def ", "Text that the trained model continues; off: empty.")
     sample_tokens: NonNegativeInt = option(96, "Tokens of the sample continuation; off: 0.")
+    metrics_path: str | None = option(
+        None,
+        "JSONL file that each logging step adds a record of figures to; unset: metrics.jsonl in the run's folder.",
+    )
+    tensorboard_dir: str | None = option(None, "Folder of TensorBoard files of the same figures; off: unset.")
+    wandb_project: str | None = option(
+        None, "Project in Weights & Biases that they go to (WANDB_MODE=offline: to the run's folder); off: unset."
+    )
+    wandb_exp_name: str | None = option(None, "Name of the run there; unset: --name.")
+    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = option(
+        None, "Port on which the first rank serves them to Prometheus, under /metrics; off: unset."
+    )
+    metrics_host: str = option("127.0.0.1", "Address that this port is bound to; 0.0.0.0: all of the machine's.")
+    peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = option(
+        None, "Dense peak of one device in TFLOP/s, for the MFU; unset: by its name, in bf16, where that is known."
+    )
+    expert_imbalance_alarm: NonNegativeFloat = option(
+        8.0, "Load of an expert, as a multiple of an even share, above which a run says so; off: 0."
+    )
+    dead_expert_alarm: NonNegativeInt = option(
+        5, "Logging steps in a row without a token after which an expert is reported as dead; off: 0."
+    )
+    length_drift_alarm: NonNegativeFloat = option(
+        0.2, "Distance of recent document lengths from the epoch's, 0 to 1, above which a run says so; off: 0."
+    )
     nvtx_ranges: bool = option(
         False, "Name the phases of a step for torch.profiler and, on a GPU, for Nsight Systems; off: false."
     )

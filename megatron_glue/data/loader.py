@@ -9,11 +9,13 @@ not evaluate; ``heldout.py`` does.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,6 +85,7 @@ class _Step:
     batches: list[PackedBatch]
     num_label_tokens: int
     num_valid_tokens: int
+    segment_lengths: np.ndarray
     end: StreamPosition
     prepared: list[Tensor]
     copied: torch.cuda.Event | None
@@ -96,6 +99,9 @@ class BatchLoader:
         plan: How packs are dealt to ranks.
         device: Where the batches go.
         prefetch: Build the next step in a thread while the current one computes.
+
+    Attributes:
+        waited_s: Time that callers of :meth:`next_step` have waited for batches. On a GPU their copies go on behind it.
     """
 
     def __init__(
@@ -114,6 +120,7 @@ class BatchLoader:
         self._position = StreamPosition()
         self._current: _Step | None = None
         self._closed = False
+        self.waited_s = 0.0
         self._prepare: Callable[[PackedSequence], list[Tensor]] = lambda _sequence: []
 
     def prepare_with(self, prepare: Callable[[PackedSequence], list[Tensor]]) -> None:
@@ -146,6 +153,21 @@ class BatchLoader:
         return self._current.num_valid_tokens if self._current else 0
 
     @property
+    def step_segment_lengths(self) -> np.ndarray:
+        """Lengths of the segments in the step handed out last, over all ranks: int64, in tokens."""
+        return self._current.segment_lengths if self._current else np.empty(0, dtype=np.int64)
+
+    @property
+    def epoch_segment_lengths(self) -> np.ndarray:
+        """Lengths of all segments in the epoch of the current position: int64, in tokens."""
+        return self._stream.plan(self._position.epoch).segment_lengths_S
+
+    @property
+    def step_places(self) -> int:
+        """Places of a step's packs over all ranks, those that padding takes included, in tokens."""
+        return self._plan.global_batch_size * self._stream.seq_length
+
+    @property
     def packing_efficiency(self) -> float:
         """Share of places that hold a token in the epoch of the current position, 0 to 1."""
         return self._stream.plan(self._position.epoch).efficiency
@@ -162,8 +184,10 @@ class BatchLoader:
         """
         if self._closed:
             raise ValueError("the loader is closed")
+        start = time.perf_counter()
         pending, self._pending = self._pending, None
         step = pending.result() if pending else self._build(self._position)
+        self.waited_s += time.perf_counter() - start
         if step.copied is not None:
             self._hand_over(step)
         self._position, self._current = step.end, step
@@ -266,6 +290,7 @@ class BatchLoader:
             batches=batches,
             num_label_tokens=sum(pack.num_label_tokens for pack in packs),
             num_valid_tokens=sum(pack.num_tokens for pack in packs),
+            segment_lengths=np.concatenate([pack.segment_lengths for pack in packs]),
             end=end,
             prepared=prepared,
             copied=copied,

@@ -65,6 +65,11 @@ class PackReference:
         segments = self.plan.segments_of(self.pack)
         return self.num_label_tokens + segments.stop - segments.start
 
+    @property
+    def segment_lengths(self) -> np.ndarray:
+        """Tokens of each segment of this pack: int64."""
+        return self.plan.segment_lengths_S[self.plan.segments_of(self.pack)]
+
 
 class PackStream:
     """The global stream of packs of a document set.

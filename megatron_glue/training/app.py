@@ -48,6 +48,7 @@ from megatron_glue.training.session import Session, build_session
 from megatron_glue.training.start_check import check_same_start
 from megatron_glue.training.start_record import record_start
 from megatron_glue.training.summary import check_writable_file, print_summary, write_json
+from megatron_glue.training.telemetry.build import build_observer
 
 SUMMARY_NAME = "summary.json"
 
@@ -128,7 +129,8 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable
                     watch(session)
                 try:
                     monitor.say(record_start(session, resolved, store.root, None if start is None else start.path))
-                    heldout_loss = train(Run(session, saver, monitor))
+                    with build_observer(session, saver, monitor) as observer:
+                        heldout_loss = train(Run(session, saver, monitor, observer))
                 finally:
                     monitor.close()
                 _close(session, saver, heldout_loss)

@@ -18,6 +18,8 @@ from megatron_glue.training.rank_check import check_weights
 from megatron_glue.training.session import Session
 from megatron_glue.training.step import settle_step, train_step
 from megatron_glue.training.summary import describe_cache
+from megatron_glue.training.telemetry.observer import RunObserver
+from megatron_glue.training.telemetry.sinks.console import ConsoleSink
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +32,13 @@ class Run:
         session: The parts of the run.
         saver: Its checkpoints.
         monitor: What the user sees.
+        observer: Makes records of figures; unset: the monitor alone shows them.
     """
 
     session: Session
     saver: RunSaver
     monitor: Monitor
+    observer: RunObserver | None = None
 
     def save(self) -> None:
         """Save this iteration; nothing happens if it is on disk already. What fails is told, and training goes on."""
@@ -55,6 +59,8 @@ class Run:
             )
             value = session.host_reader.read(loss)
         self.monitor.say(f"iteration {session.iteration}: held-out loss {value:.4f}")
+        if self.observer is not None:
+            self.observer.log_evaluation(value)
         return value
 
 
@@ -72,6 +78,7 @@ def train(run: Run) -> float:
     """
     session, config = run.session, run.session.config
     training = config.training
+    observer = run.observer or RunObserver(session, run.saver, [ConsoleSink(run.monitor)], run.monitor.say)
     timer = StepTimer(session.device)
     heldout_loss: float | None = None
     first, num_checks, num_told = session.iteration + 1, 0, len(session.reruns)
@@ -79,10 +86,11 @@ def train(run: Run) -> float:
         check_weights(session)
         num_checks += 1
     while session.iteration < training.train_iters:
-        timer.start()
-        result = train_step(session)
-        iteration = session.iteration
+        iteration = session.iteration + 1
         is_logging = iteration % config.logging.log_interval == 0 or iteration in (first, training.train_iters)
+        timer.start()
+        observer.begin_step(is_logging=is_logging)
+        result = train_step(session)
         is_pausing = is_logging or any(
             _is_due(iteration, interval)
             for interval in (training.eval_interval, training.save_interval, training.exit_interval)
@@ -91,6 +99,7 @@ def train(run: Run) -> float:
             result = settle_step(session) or result
         # What the device still owes belongs to the steps, not to the evaluation or the save that would wait for it.
         session.metrics.add(result, timer.stop(wait_for_device=is_pausing))
+        observer.end_step()
         run.monitor.step(iteration)
         if is_pausing:
             num_told = _tell_reruns(run, num_told)
@@ -98,7 +107,7 @@ def train(run: Run) -> float:
         if _is_due(iteration, config.accelerator.metrics_interval):
             _log_counters(session)
         if is_logging:
-            _log(run, result.lr)
+            observer.log(result.lr)
             if training.check_ranks:
                 check_weights(session)
                 num_checks += 1
@@ -150,27 +159,3 @@ def _log_counters(session: Session) -> None:
         stats.offloaded_bytes / 2**20,
         stats.reload_wait_ms,
     )
-
-
-def _log(run: Run, lr: float) -> None:
-    session = run.session
-    metrics = session.metrics
-    metrics.flush(session.host_reader, session.mesh.world_group)
-    run.monitor.log(
-        session.iteration,
-        {
-            "loss": metrics.losses[-1],
-            "lr": lr,
-            "grad_norm": metrics.grad_norms[-1],
-            "tokens_per_second": metrics.tokens_per_second(last_steps=session.config.logging.log_interval),
-            **_reload_figures(session),
-        },
-    )
-
-
-def _reload_figures(session: Session) -> dict[str, float]:
-    """Those of the newest step on this rank; none where nothing was brought back."""
-    times = session.built.activation.step_times(last_steps=1)
-    if not times or not times[0].copy_ms:
-        return {}
-    return {"reload_wait_ms": times[0].reload_wait_ms, "overlap_efficiency": times[0].overlap_efficiency}

@@ -49,6 +49,8 @@ OPTIONAL_LIBRARIES = (
     "apex",
     "amp_C",
     "wandb",
+    "tensorboard",
+    "prometheus_client",
     "mpi4py",
 )
 
@@ -262,8 +264,10 @@ OWN_FILES = {
     "amp_C": "megatron_glue/backends/apex.py",
     "fused_layer_norm_cuda": "megatron_glue/backends/apex.py",
     "deep_ep": "megatron_glue/backends/deepep.py",
+    "wandb": "megatron_glue/training/telemetry/sinks/weights_and_biases.py",
+    "torch.utils.tensorboard": "megatron_glue/training/telemetry/sinks/tensorboard.py",
 }
-"""The one file that may name a library of kernels in an import."""
+"""The one file that may name an optional library in an import."""
 
 
 def _foreign_imports(source: Source) -> list[str]:
@@ -271,7 +275,8 @@ def _foreign_imports(source: Source) -> list[str]:
     return [
         source.at(node, f"imports {name}")
         for node, name in imported_modules(source)
-        if OWN_FILES.get(name.split(".")[0], source.path) != source.path
+        for library, path in OWN_FILES.items()
+        if f"{name}.".startswith(f"{library}.") and path != source.path
     ]
 
 
@@ -281,7 +286,12 @@ def test_a_library_of_kernels_is_imported_in_its_own_file_only() -> None:
 
 
 def test_a_foreign_import_is_found() -> None:
-    for text in ("import apex.optimizers", "def f(): importlib.import_module('transformer_engine.pytorch')"):
+    for text in (
+        "import apex.optimizers",
+        "def f(): importlib.import_module('transformer_engine.pytorch')",
+        "def f(): importlib.import_module('wandb')",
+        "def f():\n    from torch.utils.tensorboard import SummaryWriter",
+    ):
         assert _foreign_imports(Source.parse("megatron_glue/training/a.py", text))
     assert not _foreign_imports(Source.parse("megatron_glue/backends/apex.py", "import apex.optimizers"))
 

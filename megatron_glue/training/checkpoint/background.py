@@ -30,11 +30,13 @@ class SaveReport:
         step: Its step.
         error: Why it failed; ``None`` if it is published.
         seconds: Time from its start to its end.
+        num_bytes: What this rank wrote of it.
     """
 
     step: int
     error: Exception | None
     seconds: float
+    num_bytes: int = 0
 
 
 class BackgroundWriter:
@@ -109,4 +111,4 @@ class BackgroundWriter:
             self._write(snapshot, self._ranks)
         except Exception as caught:
             error = caught
-        self._report = SaveReport(snapshot.step, error, time.perf_counter() - start)
+        self._report = SaveReport(snapshot.step, error, time.perf_counter() - start, snapshot.num_bytes)

@@ -37,6 +37,7 @@ class RunSaver:
         num_failed: Saves that failed.
         error: Why the newest save failed; ``None`` if it did not.
         stall_seconds: Time that training stood still for saves.
+        written: Bytes of this rank, and seconds, of the newest save that was published; ``None`` before the first.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RunSaver:
         self.num_saved = self.num_failed = 0
         self.error: CheckpointError | None = None
         self.stall_seconds = 0.0
+        self.written: tuple[int, float] | None = None
         self._writer = writer
         self._newest_step: int | None = None
 
@@ -84,8 +86,9 @@ class RunSaver:
     def _save(self, step: int, state: TrainingState) -> None:
         start = time.perf_counter()
         if self._writer is None:
-            self.store.save(step, state)
-            self._note(SaveReport(step, None, time.perf_counter() - start))
+            snapshot = self.store.snapshot(step, state)
+            self.store.write(snapshot, self.store.ranks)
+            self._note(SaveReport(step, None, time.perf_counter() - start, snapshot.num_bytes))
         else:
             self._writer.start(self.store.snapshot(step, state), self.store.ranks)
 
@@ -130,6 +133,7 @@ class RunSaver:
     def _note(self, report: SaveReport) -> None:
         if report.error is None:
             self.num_saved += 1
+            self.written = report.num_bytes, report.seconds
             self.error, self.store.step_on_disk = None, report.step
             behind = "" if self._writer is None else f" ({report.seconds:.1f} s in the background)"
             self.say(f"saved checkpoint {self.store.path_of(report.step)}{behind}")

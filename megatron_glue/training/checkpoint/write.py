@@ -57,6 +57,11 @@ class Snapshot:
     facts: bytes
     config: bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of this rank's tensors."""
+        return sum(entry.part.tensor.nbytes for entry in self.parts)
+
 
 def take_snapshot(step: int, state: TrainingState, mesh: ParallelMesh, ranks: Ranks) -> Snapshot:
     """Decide who writes what, and note everything that is no tensor.

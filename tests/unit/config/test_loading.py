@@ -130,11 +130,11 @@ def test_yaml_whole_numbers_are_fine_for_fractions(tmp_path: Path) -> None:
 
 
 def test_unused_megatron_flags_are_one_warning() -> None:
-    resolved = _resolve("--use-flash-attn", "--tensorboard-dir", "x", "--use-distributed-optimizer")
+    resolved = _resolve("--use-flash-attn", "--tensorboard-log-interval", "1", "--use-distributed-optimizer")
     assert resolved.warnings == [
         "--use-distributed-optimizer is taken as --data-parallel-engine fsdp2",
         "--use-distributed-optimizer is taken as --zero-stage 2",
-        "accepted for Megatron-LM scripts and not used: --use-flash-attn, --tensorboard-dir",
+        "accepted for Megatron-LM scripts and not used: --use-flash-attn, --tensorboard-log-interval",
     ]
 
 

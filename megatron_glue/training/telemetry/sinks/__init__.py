@@ -1,0 +1,1 @@
+"""Where records of metrics go, a file for each kind of place."""
