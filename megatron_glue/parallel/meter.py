@@ -125,6 +125,14 @@ class CollectiveMeter(AbstractContextManager["CollectiveMeter"]):
         while self._replaced:
             setattr(*self._replaced.pop())
 
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A collective as it is called while the meter is installed, for those who measure the meter.
+
+        Args:
+            function: Takes a tensor first, whose bytes count.
+        """
+        return self._metered(function, _OUTPUT)
+
     def open(self, *, is_timing: bool) -> None:
         """Begin a step.
 

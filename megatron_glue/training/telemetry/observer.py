@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +95,11 @@ class RunObserver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives that this rank has started in its steps."""
+        return self._meter.num_calls
 
     def begin_step(self, *, is_logging: bool) -> None:
         """Note that a step begins.
@@ -302,6 +308,8 @@ class RunObserver:
             except Exception as error:
                 self._sinks.remove(sink)
                 self._say(f"warning: {sink.name} gets no further metrics: {_line(error)}")
+                with suppress(Exception):
+                    sink.close()
 
 
 def _rank_figures(table: Sequence[RankFigures]) -> dict[str, float]:
