@@ -19,29 +19,36 @@ library.free.argtypes = [ctypes.c_void_p]
 def resident_mib():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096 // 2**20
-size, places = 24 * 2**20, [0] * 8
+num_blocks, size = int(sys.argv[2]), int(sys.argv[3]) * 2**20
+places = [0] * num_blocks
 before = resident_mib()
-for index in range(8):
+for index in range(num_blocks):
     places[index] = library.malloc(size)
     library.memset(places[index], 1, size)
-assert resident_mib() - before > 180
+assert resident_mib() - before > 0.95 * num_blocks * size / 2**20
 for place in reversed(places):
     library.free(place)
 print(resident_mib() - before)
 """
 
 
-def still_resident_mib(kind: str) -> int:
-    """Of 192 MiB in 8 blocks that were given back to the C library."""
-    words = [sys.executable, "-c", RESIDENT, kind]
+def still_resident_mib(kind: str, num_blocks: int, block_mib: int) -> int:
+    """What stays with the process of blocks that were given back to the C library."""
+    words = [sys.executable, "-c", RESIDENT, kind, str(num_blocks), str(block_mib)]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=True)
     return int(done.stdout)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
-def test_what_a_step_frees_is_there_for_the_next() -> None:
-    assert still_resident_mib("kept") > 180
-    assert still_resident_mib("given back") < 60
+@pytest.mark.parametrize(
+    ("num_blocks", "block_mib"),
+    [(8, 24), (4, 48), (30, 24)],
+    ids=["from the heap", "too large for the heap of glibc as it comes", "more than half a GiB"],
+)
+def test_what_a_step_frees_is_there_for_the_next(num_blocks: int, block_mib: int) -> None:
+    total_mib = num_blocks * block_mib
+    assert still_resident_mib("kept", num_blocks, block_mib) > 0.95 * total_mib
+    assert still_resident_mib("given back", num_blocks, block_mib) < 0.3 * total_mib
 
 
 def test_another_system_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
