@@ -34,6 +34,9 @@ from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from turns import take_turns  # pyright: ignore[reportMissingImports]
 
 from megatron_glue.backends.attention_dense import dense_attention
 from megatron_glue.backends.attention_metadata import METADATA_BUILDERS
@@ -46,7 +49,6 @@ from megatron_glue.ops.grouping import group_tokens
 from megatron_glue.ops.host_reader import HostReader
 from megatron_glue.ops.permute import permute_rows, unpermute_rows
 from megatron_glue.training.exit_codes import exit_code_of
-from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.optimizer import build_optimizer
 from megatron_glue.training.summary import check_writable_file, write_json
 from megatron_glue.types import PackedSequence
@@ -298,15 +300,8 @@ def largest_difference(found: Sequence[Tensor], oracle: Sequence[Tensor]) -> flo
 def measure(name: str, case: Case, repeats: int, device: torch.device) -> list[Row]:
     """Check each way once, then let them take turns."""
     differences = {way: largest_difference(run(), case.oracle) for way, run in case.ways.items()}
-    timer, names = StepTimer(device), list(case.ways)
-    times_ms: dict[str, list[float]] = {way: [] for way in names}
-    for index in range(repeats):
-        shift = index % len(names)
-        for way in names[shift:] + names[:shift]:
-            timer.start()
-            case.ways[way]()
-            times_ms[way].append(1e3 * timer.stop(wait_for_device=True))
-    own = times_ms[names[0]]
+    times_ms = take_turns(case.ways, repeats, device)
+    own = next(iter(times_ms.values()))
     rows = []
     for way, times in times_ms.items():
         ratio = statistics.median(other / base for other, base in zip(times, own, strict=True))

@@ -9,26 +9,34 @@ Shape suffixes: T rows, I input width, O output width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from protocol import BenchSpec, serve
+
+if TYPE_CHECKING:
+    from megatron_glue.ops.matmul import MatMul
 
 
 def products(spec: BenchSpec) -> list[tuple[int, int, int, int]]:
     """List the linear maps of one step and process as (number of alike maps, T, I, O)."""
     num_tokens, width, layers = spec.num_tokens, spec.hidden_size, spec.num_layers
-    maps = [
+    return [
         (layers, num_tokens, width, 3 * width),
         (layers, num_tokens, width, width),
         (1, num_tokens, width, spec.vocab_size),
+        *feed_forward_products(spec),
     ]
+
+
+def feed_forward_products(spec: BenchSpec) -> list[tuple[int, int, int, int]]:
+    """List those of all feed-forward layers, the router's included, as :func:`products` does."""
+    num_tokens, width, layers = spec.num_tokens, spec.hidden_size, spec.num_layers
+    router, rows, count = [], num_tokens, layers
     if spec.num_experts:
+        router = [(layers, num_tokens, width, spec.num_experts)]
         rows, count = num_tokens * spec.top_k // spec.num_experts, layers * spec.num_experts
-        maps.append((layers, num_tokens, width, spec.num_experts))
-    else:
-        rows, count = num_tokens, layers
-    return [*maps, (count, rows, width, 2 * spec.ffn_hidden_size), (count, rows, spec.ffn_hidden_size, width)]
+    return [*router, (count, rows, width, 2 * spec.ffn_hidden_size), (count, rows, spec.ffn_hidden_size, width)]
 
 
 def num_flops(spec: BenchSpec) -> int:
@@ -53,17 +61,41 @@ def build(spec: BenchSpec, rank: int) -> tuple[Callable[[], float], dict[str, An
     from megatron_glue.config.sections import BackendConfig
 
     torch.set_num_threads(spec.num_threads)
-    matmul = resolve(BackendConfig(), "cpu", torch.float32, head_dim=spec.hidden_size // spec.num_heads).matmul
+    matmul = None
+    if spec.variant == "auto":
+        head_dim = spec.hidden_size // spec.num_heads
+        matmul = resolve(BackendConfig(), "cpu", torch.float32, head_dim=head_dim).matmul
+    multiply = multiplication(products(spec), matmul)
+
+    def step() -> float:
+        multiply()
+        return 0.0
+
+    return step, {"version": f"torch {torch.__version__}", "num_parameters": 0}
+
+
+def multiplication(maps: Sequence[tuple[int, int, int, int]], matmul: MatMul | None) -> Callable[[], None]:
+    """Allocate operands.
+
+    Args:
+        maps: As :func:`products` lists them.
+        matmul: Multiplies; ``None``: ``torch.mm`` into memory that is there already.
+
+    Returns:
+        What computes all products once.
+    """
+    import torch
+
     operands = []
-    for count, rows, inner, outer in products(spec):
+    for count, rows, inner, outer in maps:
         x_TI, weight_OI, y_TO = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(rows, outer)
         results = torch.empty(rows, outer), torch.empty(rows, inner), torch.empty(outer, inner)
         operands.append((count, x_TI, weight_OI, y_TO, results))
 
-    def step() -> float:
+    def multiply() -> None:
         for count, x_TI, weight_OI, y_TO, (out_TO, grad_TI, grad_OI) in operands:
             for _ in range(count):
-                if spec.variant == "torch":
+                if matmul is None:
                     torch.mm(x_TI, weight_OI.t(), out=out_TO)
                     torch.mm(y_TO, weight_OI, out=grad_TI)
                     torch.mm(y_TO.t(), x_TI, out=grad_OI)
@@ -71,9 +103,8 @@ def build(spec: BenchSpec, rank: int) -> tuple[Callable[[], float], dict[str, An
                     matmul.nt(x_TI, weight_OI)
                     matmul.nn(y_TO, weight_OI)
                     matmul.tn(y_TO, x_TI)
-        return 0.0
 
-    return step, {"version": f"torch {torch.__version__}", "num_parameters": 0}
+    return multiply
 
 
 if __name__ == "__main__":

@@ -24,12 +24,33 @@ from megatron_glue.parallel.launch import init_distributed
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.proofs.given_batches import GivenData, session_over_batches
 from megatron_glue.training.presets import GPT_DEFAULTS
+from megatron_glue.training.session import Session
 from megatron_glue.training.step import train_settled_step
 from megatron_glue.types import IGNORE_LABEL, PackedBatch, PackedSequence
 
 
 def build(spec: BenchSpec, rank: int) -> tuple[Callable[[], float], dict[str, Any]]:
     """Build the session. See :func:`protocol.serve`."""
+    session = open_session(spec, rank)
+
+    def step() -> float:
+        # Each rank has its share of the mean over all.
+        return float(train_settled_step(session).loss) * session.mesh.dp_size
+
+    num_parameters = sum(parameter.numel() for parameter in session.engine.module.parameters())
+    return step, {"version": f"megatron_glue {megatron_glue.__version__}", "num_parameters": num_parameters}
+
+
+def open_session(spec: BenchSpec, rank: int) -> Session:
+    """Build a session that trains on the benchmark's data.
+
+    Args:
+        spec: Sizes; its variant lists further flags.
+        rank: This process.
+
+    Returns:
+        The session at iteration 0.
+    """
     torch.set_num_threads(spec.num_threads)
     config = resolve_config(_flags(spec), {}, GPT_DEFAULTS, "tools/bench/peers.py").config
     validate(config, spec.world_size)
@@ -40,14 +61,7 @@ def build(spec: BenchSpec, rank: int) -> tuple[Callable[[], float], dict[str, An
     mesh = ParallelMesh.build(config.parallel, "cpu")
     folder = Path(tempfile.mkdtemp(prefix="peers-"))
     batches = (to_batch(*drawn) for drawn in draw_batches(spec, rank))
-    session = session_over_batches(config, mesh, device, GivenData(spec.vocab_size, batches), folder)
-
-    def step() -> float:
-        # Each rank has its share of the mean over all.
-        return float(train_settled_step(session).loss) * mesh.dp_size
-
-    num_parameters = sum(parameter.numel() for parameter in session.engine.module.parameters())
-    return step, {"version": f"megatron_glue {megatron_glue.__version__}", "num_parameters": num_parameters}
+    return session_over_batches(config, mesh, device, GivenData(spec.vocab_size, batches), folder)
 
 
 def to_batch(ids_BS: Any, lengths: list[list[int]]) -> PackedBatch:
