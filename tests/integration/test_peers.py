@@ -103,3 +103,16 @@ def test_products_are_counted_once_for_each_direction() -> None:
     gemm = sys.modules["gemm"]
     assert gemm.num_flops(TINY) == 6 * 64 * (2 * (32 * 96 + 32 * 32 + 32 * 64 + 32 * 32) + 32 * 64)
     assert gemm.num_attention_flops(TINY) == 6 * 2 * 64 * 32 * 32
+
+
+@pytest.mark.parametrize(
+    ("absent", "ending"), [("", "smallest; with the double buffer 40% less memory than without"), ("why", "smallest")]
+)
+def test_the_verdict_has_what_the_double_buffer_saves(absent: str, ending: str) -> None:
+    row = {"absent": "", "is_peer": False, "ratio_to_ours": 1.0, "peak_mib": 500.0}
+    peer = {**row, "name": "peer", "is_peer": True, "ratio_to_ours": 1.25, "peak_mib": 1000.0}
+    offloaded = {**row, "name": peers.OURS_OFFLOADED, "peak_mib": 300.0, "absent": absent}
+    told = peers.verdict([{**row, "name": peers.OURS}, offloaded, peer])
+    assert told.startswith("1.25x the speed of the fastest peer (peer), 0.50x the memory of the ")
+    assert told.endswith(ending)
+    assert peers.verdict([{**row, "name": peers.OURS}]) == ""
