@@ -1,10 +1,10 @@
 """Lets the C library keep the memory that tensors on a CPU give back.
 
 A training step frees and asks for the same large blocks again and again. glibc gives what is free at the end of its
-heap back to the system, and gets it again page by page, zeroed. Blocks of 32 MiB and more it maps one by one, and gives
-each of them back as soon as it is free: at 16,384 tokens a tensor of the width 512 is that large. CUDA has torch's
-caching allocator for this; on a CPU the C library can be told to take everything from its heap and to keep it.
-docs/performance.md has what that saves and costs.
+heap back to the system, and gets it again page by page, zeroed. Blocks of 32 MiB and more for which the heap has no
+room it maps one by one, and gives each of them back as soon as it is free: at 16,384 tokens a tensor of the width 512
+is that large. CUDA has torch's caching allocator for this; on a CPU the C library can be told to take everything from
+its heap and to keep it. docs/performance.md has what that saves and costs.
 
 The price: the heap stays as large as the largest step, evaluation or checkpoint made it, until the process ends. Peak
 memory grows by a few per cent, as blocks of the heap cannot be moved together.
