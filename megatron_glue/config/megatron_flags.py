@@ -70,6 +70,7 @@ SATISFIED: dict[str, int] = {
     "--calculate-per-token-loss": 0,
     "--auto-detect-ckpt-format": 0,
     "--use-dist-ckpt": 0,
+    "--exit-signal-handler": 0,
 }
 """Flags that ask for what is always done here, and the number of values behind each."""
 

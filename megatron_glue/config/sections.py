@@ -292,6 +292,9 @@ class TrainConfig(Section):
     global_batch_size: PositiveInt = option(4, "Packs per optimizer step over all ranks.")
     train_iters: PositiveInt = option(100, "Optimizer steps of the whole run.")
     exit_interval: NonNegativeInt = option(0, "Save and stop when the iteration is a multiple of this; off: 0.")
+    exit_duration_in_mins: NonNegativeInt = option(
+        0, "Save and stop once the program has run this long, in minutes; off: 0."
+    )
     eval_interval: NonNegativeInt = option(50, "Iterations between evaluations; off (only at the end): 0.")
     eval_iters: PositiveInt = option(4, "Micro-batches per rank and evaluation.")
     save: str | None = option(None, "Folder of checkpoints to write and to resume from; unset: a new folder per start.")

@@ -89,6 +89,20 @@ def start_all_reduce_(tensor: Tensor, group: ProcessGroup) -> Pending:
     return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
+def start_all_reduce_max_(tensor: Tensor, group: ProcessGroup) -> Pending:
+    """Start to overwrite a contiguous tensor by its elementwise maximum over ranks.
+
+    Args:
+        tensor: Not to be touched before the end. One on the host goes over the host's own backend.
+        group: Ranks that take part.
+
+    Returns:
+        The tensor itself, to come.
+    """
+    assert tensor.is_contiguous(), "collectives work on contiguous memory"
+    return Pending(tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True))
+
+
 def all_to_all_rows(
     x_SD: Tensor,
     send_splits: Sequence[int] | None,

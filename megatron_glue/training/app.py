@@ -47,6 +47,7 @@ from megatron_glue.training.run_environment import software
 from megatron_glue.training.session import Session, build_session
 from megatron_glue.training.start_check import check_same_start
 from megatron_glue.training.start_record import record_start
+from megatron_glue.training.stopping import SignalListener, StopVote
 from megatron_glue.training.summary import check_writable_file, print_summary, write_json
 from megatron_glue.training.telemetry.build import build_observer
 
@@ -64,6 +65,7 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None, watch: Callable
     Returns:
         The exit code.
     """
+    start_s = time.monotonic()
     environ = read_environment()
     environment = RankEnvironment()
     try:
@@ -73,7 +75,7 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None, watch: Callable
             if environment.is_main:
                 dry_run(resolved)
             return 0
-        return _run(resolved, environment, watch)
+        return _run(resolved, environment, watch, start_s)
     except ConfigError as error:
         return _report(error, EXIT_USAGE, environment)
     except (CheckpointError, IsolationError, RanksDifferError, OSError) as error:
@@ -98,7 +100,9 @@ def _report(error: object, code: int, environment: RankEnvironment) -> int:
     return code
 
 
-def _run(resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable[[Session], None] | None) -> int:
+def _run(
+    resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable[[Session], None] | None, start_s: float
+) -> int:
     config = resolved.config
     logging.basicConfig(level=config.accelerator.log_level.upper(), format="%(name)s: %(message)s")
     device = choose_device(config.training.device, environment)
@@ -129,17 +133,26 @@ def _run(resolved: ResolvedConfig, environment: RankEnvironment, watch: Callable
                     watch(session)
                 try:
                     monitor.say(record_start(session, resolved, store.root, None if start is None else start.path))
-                    with build_observer(session, saver, monitor) as observer:
-                        heldout_loss = train(Run(session, saver, monitor, observer))
+                    heldout_loss = _train(session, saver, monitor, start_s)
                 finally:
                     monitor.close()
-                _close(session, saver, heldout_loss)
+                if heldout_loss is not None:
+                    _close(session, saver, heldout_loss)
                 return _report_last_save(saver, environment)
             finally:
                 saver.close()
                 session.close()
         finally:
             store.release()
+
+
+def _train(session: Session, saver: RunSaver, monitor: Monitor, start_s: float) -> float | None:
+    """Run the loop while signals ask it to stop; the held-out loss, or ``None`` if it was asked."""
+    minutes = session.config.training.exit_duration_in_mins
+    deadline = start_s + 60 * minutes if minutes else None
+    with SignalListener(session.mesh.rank) as signals, build_observer(session, saver, monitor) as observer:
+        vote = StopVote(signals, session.mesh.world_group, deadline)
+        return train(Run(session, saver, monitor, observer, vote))
 
 
 def _prove_isolation(config: RunConfig, mesh: ParallelMesh, device: torch.device) -> None:

@@ -15,6 +15,8 @@ from types import FrameType
 from megatron_glue.config.errors import ConfigError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+EXIT_OF_SIGNAL = 128
+"""Plus the number of the signal, as shells count."""
 
 
 class TerminatedError(BaseException):

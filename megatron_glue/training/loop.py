@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from megatron_glue.config.fields import flag_of
 from megatron_glue.training.checkpoint.saving import RunSaver
 from megatron_glue.training.evaluation import evaluate
-from megatron_glue.training.metrics import StepTimer
+from megatron_glue.training.metrics import StepResult, StepTimer
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.rank_check import check_weights
 from megatron_glue.training.session import Session
 from megatron_glue.training.step import settle_step, train_step
+from megatron_glue.training.stopping import StopRequest, StopVote
 from megatron_glue.training.summary import describe_cache
 from megatron_glue.training.telemetry.observer import RunObserver
 from megatron_glue.training.telemetry.sinks.console import ConsoleSink
@@ -33,12 +34,14 @@ class Run:
         saver: Its checkpoints.
         monitor: What the user sees.
         observer: Makes records of figures; unset: the monitor alone shows them.
+        stop_vote: Whether a rank was asked to stop; unset: nobody can ask.
     """
 
     session: Session
     saver: RunSaver
     monitor: Monitor
     observer: RunObserver | None = None
+    stop_vote: StopVote | None = None
 
     def save(self) -> None:
         """Save this iteration; nothing happens if it is on disk already. What fails is told, and training goes on."""
@@ -64,14 +67,16 @@ class Run:
         return value
 
 
-def train(run: Run) -> float:
-    """Train to the last iteration (or to the next multiple of ``exit_interval``), then evaluate and save.
+def train(run: Run) -> float | None:
+    """Train to the last iteration (or to the next multiple of ``exit_interval``), then save and evaluate.
+
+    Asked to stop (a signal, or its time is up), the run saves at the end of the step and evaluates nothing more.
 
     Args:
         run: A session at any iteration.
 
     Returns:
-        The last held-out loss.
+        The last held-out loss; ``None`` if it was asked to stop.
 
     Raises:
         RanksDifferError: Under ``--check-ranks``, if ranks that must hold the same values do not.
@@ -81,6 +86,7 @@ def train(run: Run) -> float:
     observer = run.observer or RunObserver(session, run.saver, [ConsoleSink(run.monitor)], run.monitor.say)
     timer = StepTimer(session.device)
     heldout_loss: float | None = None
+    stop: StopRequest | None = None
     first, num_checks, num_told = session.iteration + 1, 0, len(session.reruns)
     if training.check_ranks:
         check_weights(session)
@@ -90,10 +96,14 @@ def train(run: Run) -> float:
         is_logging = iteration % config.logging.log_interval == 0 or iteration in (first, training.train_iters)
         timer.start()
         observer.begin_step(is_logging=is_logging)
-        result = train_step(session)
-        is_pausing = is_logging or any(
-            _is_due(iteration, interval)
-            for interval in (training.eval_interval, training.save_interval, training.exit_interval)
+        stop, result = _vote_and_step(run)
+        is_pausing = (
+            is_logging
+            or stop is not None
+            or any(
+                _is_due(iteration, interval)
+                for interval in (training.eval_interval, training.save_interval, training.exit_interval)
+            )
         )
         if is_pausing:
             result = settle_step(session) or result
@@ -111,6 +121,9 @@ def train(run: Run) -> float:
             if training.check_ranks:
                 check_weights(session)
                 num_checks += 1
+        if stop is not None:
+            run.monitor.say(f"stopping at iteration {iteration}: {stop.describe()}")
+            break
         heldout_loss = None
         if _is_due(iteration, training.eval_interval):
             heldout_loss = run.evaluate()
@@ -123,9 +136,19 @@ def train(run: Run) -> float:
         num_steps = session.iteration - first + 1
         run.monitor.say(f"--check-ranks: agreed {num_checks} times on weights, in {num_steps} steps on micro-batches")
     run.save()
-    loss = run.evaluate() if heldout_loss is None else heldout_loss
+    if heldout_loss is None and stop is None:
+        heldout_loss = run.evaluate()
     run.saver.finish()
-    return loss
+    return heldout_loss
+
+
+def _vote_and_step(run: Run) -> tuple[StopRequest | None, StepResult]:
+    """The next step, and whether all ranks are to stop behind it."""
+    if run.stop_vote is None:
+        return None, train_step(run.session)
+    run.stop_vote.begin()
+    result = train_step(run.session)
+    return run.stop_vote.end(), result
 
 
 def _tell_reruns(run: Run, num_told: int) -> int:

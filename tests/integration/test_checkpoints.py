@@ -184,11 +184,12 @@ def test_the_saved_configuration_starts_the_same_run(folder: Folder, straight: d
 
 def interrupt_while_writing(_rank: int) -> None:
     """Ctrl-C while a slow save is under way behind training."""
-    real = checkpoint_tensors.write_parts
+    real, saves = checkpoint_tensors.write_parts, iter(range(100))
 
     def write(path: Path, parts: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.7)
+        if next(saves) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.7)
         return real(path, parts)
 
     checkpoint_tensors.write_parts = write
@@ -197,8 +198,8 @@ def interrupt_while_writing(_rank: int) -> None:
 def test_ctrl_c_finishes_the_save_in_flight(folder: Folder) -> None:
     flags = [*FLAGS, *RUN, "--train-iters", "1000", "--async-save"]
     (end,) = run_job(flags, folder.path, 1, interrupt_while_writing)
-    assert end.code == 130
-    assert "finishing the checkpoint of step 2 before leaving" in end.out
+    assert end.code == 0, end
     assert "saved checkpoint run/step_00000002" in end.out
-    assert end.error_lines[0].startswith("error: interrupted; ")
-    assert folder.steps() == [2]
+    assert ": SIGINT on rank 0" in end.out
+    assert folder.steps()[0] == 2
+    assert len(folder.steps()) == 2, "what was trained since is saved too"
