@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_glue.config.fault_section import FaultConfig
 from megatron_glue.config.model_sections import ModelConfig, MoEConfig
 from megatron_glue.config.section import (
     MAX_COUNT,
@@ -329,6 +330,7 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     training: TrainConfig = Field(default_factory=TrainConfig)
+    faults: FaultConfig = Field(default_factory=FaultConfig)
     cache: CacheConfig = Field(default_factory=CacheConfig)
     activation: ActivationConfig = Field(default_factory=ActivationConfig)
     backend: BackendConfig = Field(default_factory=BackendConfig)

@@ -85,7 +85,14 @@ def gather_texts(text: str, group: ProcessGroup | None) -> list[str]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the host or on the device; torch's CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        text in str(error) for text in ("not enough memory", "DefaultCPUAllocator", "Cannot allocate memory")
+    )
+
+
+def is_anomaly(error: BaseException) -> bool:
+    """Whether autograd's anomaly detection found a NaN; torch raises a plain RuntimeError that names the operator."""
+    return type(error) is RuntimeError and "returned nan values in its" in str(error)
 
 
 def is_lost_peer(error: BaseException) -> bool:

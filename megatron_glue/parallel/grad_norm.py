@@ -65,6 +65,22 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float, mesh: Parall
     return norm
 
 
+def scaled_loss(loss: Tensor, scale: float) -> Tensor:
+    """A loss times a factor, for backward. Where the loss is not finite, so is every gradient.
+
+    A loss can be infinite while its gradient is finite (a label whose logit is -inf). All ranks judge a step by the
+    norm of its gradient, so it must show there; the factor carries it, without a collective and without a host read.
+
+    Args:
+        loss: fp32 scalar.
+        scale: Factor.
+
+    Returns:
+        ``loss * scale``, bit for bit if the loss is finite.
+    """
+    return loss * (loss.detach() * 0.0 + scale)
+
+
 def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor) -> None:
     """Multiply all gradients in place by a scalar tensor, equal on all ranks."""
     grads = [local_gradient(param.grad) for param in params if param.grad is not None]

@@ -36,6 +36,7 @@ from torch.distributed.pipelining.schedules import (
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.config.stage_plan import ScheduleKind, StagePlan
+from megatron_glue.parallel.grad_norm import scaled_loss
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.types import ForwardContext, PackedBatch, StepInputs
 
@@ -221,7 +222,7 @@ class Pipeline:
         return self._description
 
     def _scaled_loss(self, loss_1: Tensor, _index_1: Tensor) -> Tensor:
-        return loss_1.sum() * self._loss_scale
+        return scaled_loss(loss_1.sum(), self._loss_scale)
 
     def _receive(self, part: StagePart, context: ForwardContext) -> Tensor | None:
         """The activations of the stage before. Ranks go through stages and micro-batches in one order: no deadlock."""

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch.autograd import set_detect_anomaly
 
 from megatron_glue.config.environment import RankEnvironment, read_environment
 from megatron_glue.config.errors import ConfigError
@@ -24,7 +25,7 @@ from megatron_glue.config.fields import flag_of
 from megatron_glue.config.loading import ResolvedConfig, describe, resolve_config
 from megatron_glue.config.sections import RunConfig
 from megatron_glue.config.validation import validate
-from megatron_glue.parallel.agreement import is_lost_peer, is_out_of_memory, together
+from megatron_glue.parallel.agreement import is_anomaly, is_lost_peer, is_out_of_memory, together
 from megatron_glue.parallel.collectives import broadcast_, max_over_ranks
 from megatron_glue.parallel.host_allocator import keep_freed_memory
 from megatron_glue.parallel.launch import choose_device, distributed_session
@@ -37,6 +38,7 @@ from megatron_glue.training.checkpoint.store import CheckpointStore
 from megatron_glue.training.checkpoint.write import FACTS_NAME
 from megatron_glue.training.closing import collect_summary, sample
 from megatron_glue.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_glue.training.faults import FaultWatch, TrainingFaultError
 from megatron_glue.training.generation import printable
 from megatron_glue.training.isolation import IsolationError, prove_isolation
 from megatron_glue.training.loop import Run, train
@@ -78,12 +80,14 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None, watch: Callable
         return _run(resolved, environment, watch, start_s)
     except ConfigError as error:
         return _report(error, EXIT_USAGE, environment)
-    except (CheckpointError, IsolationError, RanksDifferError, OSError) as error:
+    except (CheckpointError, IsolationError, RanksDifferError, TrainingFaultError, OSError) as error:
         return _report(error, EXIT_FAILED, environment)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             remedy = "lower --micro-batch-size, --seq-length or the model's size, or use --double-buffer-ckpt"
             return _report(f"out of memory ({error}); {remedy}", EXIT_FAILED, environment)
+        if is_anomaly(error):
+            return _report(f"--detect-anomaly: {error}; the warning above shows its forward", EXIT_FAILED, environment)
         if not is_lost_peer(error):
             raise
         return _report(f"stopped because another rank failed: {error}", EXIT_FAILED, environment)
@@ -150,9 +154,15 @@ def _train(session: Session, saver: RunSaver, monitor: Monitor, start_s: float) 
     """Run the loop while signals ask it to stop; the held-out loss, or ``None`` if it was asked."""
     minutes = session.config.training.exit_duration_in_mins
     deadline = start_s + 60 * minutes if minutes else None
-    with SignalListener(session.mesh.rank) as signals, build_observer(session, saver, monitor) as observer:
+    faults = FaultWatch(session, monitor.say)
+    with (
+        SignalListener(session.mesh.rank) as signals,
+        # Switches off, too, what another run in this process had switched on.
+        set_detect_anomaly(session.config.faults.detect_anomaly),
+        build_observer(session, saver, monitor) as observer,
+    ):
         vote = StopVote(signals, session.mesh.world_group, deadline)
-        return train(Run(session, saver, monitor, observer, vote))
+        return train(Run(session, saver, monitor, observer, vote, faults))
 
 
 def _prove_isolation(config: RunConfig, mesh: ParallelMesh, device: torch.device) -> None:

@@ -89,6 +89,7 @@ def collect_summary(session: Session, heldout_loss: float, saver: RunSaver) -> d
         "z_loss": metrics.aux_losses[1] if metrics.expert_counts else None,
         "dropped_tokens": metrics.num_dropped,
         "skipped_updates": session.optimizer.num_skipped_updates,
+        "loss_spikes": metrics.num_loss_spikes,
         "rerun_iterations": [rerun.iteration for rerun in session.reruns],
         "peak_memory_bytes": max_over_ranks(peak_memory_bytes(session.device), session.mesh.world_group),
         "checkpoint": None if newest is None else str(newest),

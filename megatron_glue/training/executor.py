@@ -20,6 +20,7 @@ from megatron_glue.config.stage_plan import schedule_kind
 from megatron_glue.models.build import BuiltModel
 from megatron_glue.models.gpt import GPT
 from megatron_glue.parallel.data_parallel import DataParallelEngine
+from megatron_glue.parallel.grad_norm import scaled_loss
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.types import ForwardContext, StepInputs
 
@@ -97,7 +98,7 @@ class DirectExecutor(StepExecutor):
                 with self._engine.micro_batch(is_last=index == len(inputs) - 1):
                     loss = self._engine.module(batch, context)
                     manager.end_forward()
-                    self._engine.backward(loss * loss_scale)
+                    self._engine.backward(scaled_loss(loss, loss_scale))
                 loss_sum += loss.detach()
                 # The batches live until the step's end; masks of all of them would add up.
                 context.sequence.cache_entries.clear()

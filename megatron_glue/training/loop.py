@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_glue.config.fields import flag_of
 from megatron_glue.training.checkpoint.saving import RunSaver
 from megatron_glue.training.evaluation import evaluate
+from megatron_glue.training.faults import FaultWatch
 from megatron_glue.training.metrics import StepResult, StepTimer
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.rank_check import check_weights
@@ -35,6 +36,7 @@ class Run:
         monitor: What the user sees.
         observer: Makes records of figures; unset: the monitor alone shows them.
         stop_vote: Whether a rank was asked to stop; unset: nobody can ask.
+        faults: What becomes of steps that are not finite and of losses that jump; unset: nothing.
     """
 
     session: Session
@@ -42,12 +44,20 @@ class Run:
     monitor: Monitor
     observer: RunObserver | None = None
     stop_vote: StopVote | None = None
+    faults: FaultWatch | None = None
 
     def save(self) -> None:
         """Save this iteration; nothing happens if it is on disk already. What fails is told, and training goes on."""
         session = self.session
-        session.metrics.flush(session.host_reader, session.mesh.world_group)
+        self.flush()
         self.saver.save(session.iteration, session.training_state)
+
+    def flush(self) -> None:
+        """Read the numbers that wait, and judge them."""
+        session = self.session
+        session.metrics.flush(session.host_reader, session.mesh.world_group)
+        if self.faults is not None:
+            self.faults.after_flush()
 
     def evaluate(self) -> float:
         """Loss on the held-out documents, nats per token."""
@@ -79,6 +89,7 @@ def train(run: Run) -> float | None:
         The last held-out loss; ``None`` if it was asked to stop.
 
     Raises:
+        TrainingFaultError: If ``--max-nonfinite-steps`` or ``--loss-spike-action stop`` say so.
         RanksDifferError: Under ``--check-ranks``, if ranks that must hold the same values do not.
     """
     session, config = run.session, run.session.config
@@ -92,7 +103,7 @@ def train(run: Run) -> float | None:
         check_weights(session)
         num_checks += 1
     while session.iteration < training.train_iters:
-        iteration = session.iteration + 1
+        iteration, start = session.iteration + 1, session.start
         is_logging = iteration % config.logging.log_interval == 0 or iteration in (first, training.train_iters)
         timer.start()
         observer.begin_step(is_logging=is_logging)
@@ -113,10 +124,13 @@ def train(run: Run) -> float | None:
         run.monitor.step(iteration)
         if is_pausing:
             num_told = _tell_reruns(run, num_told)
+        if run.faults is not None:
+            run.faults.after_step(start)
         run.saver.look()
         if _is_due(iteration, config.accelerator.metrics_interval):
             _log_counters(session)
         if is_logging:
+            run.flush()
             observer.log(result.lr)
             if training.check_ranks:
                 check_weights(session)

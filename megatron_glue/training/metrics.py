@@ -72,6 +72,7 @@ class RunMetrics:
         aux_losses: [aux, z] of the last step read.
         step_times_s: Wall time of this process' steps, evaluation and saving excluded.
         step_tokens: Live tokens of this process' steps.
+        num_loss_spikes: Losses of this process' steps that jumped (``faults.py``).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -82,6 +83,7 @@ class RunMetrics:
     aux_losses: list[float] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
     step_tokens: list[int] = field(default_factory=list)
+    num_loss_spikes: int = 0
     _pending: list[StepResult] = field(default_factory=list)
 
     def add(self, result: StepResult, seconds: float) -> None:

@@ -127,6 +127,11 @@ class GuardedAdamW:
         self._num_skipped_updates = value
 
     @property
+    def num_known_skips(self) -> int:
+        """Updates skipped so far, as far as the host knows: to the step before the last. Waits for nothing."""
+        return self._num_skipped_updates
+
+    @property
     def num_overflowing(self) -> int:
         """Rows of the last step that found no room, on all ranks: if there are any, it was no update and is to be run
         again. Waits for that step's end if it is still running."""

@@ -70,6 +70,11 @@ class ZeroAdamW:
         return 0
 
     @property
+    def num_known_skips(self) -> int:
+        """Updates skipped so far; DeepSpeed's host knows of each at once."""
+        return self.num_skipped_updates
+
+    @property
     def num_skipped_updates(self) -> int:
         """Updates skipped so far."""
         return self._num_skipped_before + self._engine.skipped_steps

@@ -140,6 +140,10 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if load is not None:
         rows.append(("expert load, min / mean / max", f"{load['min']:.2f} / {load['mean']:.2f} / {load['max']:.2f}"))
         rows.append(("dropped tokens", str(summary["dropped_tokens"])))
+    if summary["skipped_updates"]:
+        rows.append(("skipped updates (loss or gradient not finite)", str(summary["skipped_updates"])))
+    if summary["loss_spikes"]:
+        rows.append(("loss spikes", str(summary["loss_spikes"])))
     if summary["rerun_iterations"]:
         rows.append(("steps run again for rows without room", str(len(summary["rerun_iterations"]))))
     rows.append(("peak memory", _mib(summary["peak_memory_bytes"])))

@@ -35,6 +35,8 @@ SUMMARY = {
     "overlap_efficiency": 0.91,
     "expert_load": {"min": 0.5, "mean": 1.0, "max": 1.75},
     "dropped_tokens": 0,
+    "skipped_updates": 0,
+    "loss_spikes": 0,
     "rerun_iterations": [],
     "peak_memory_bytes": 2**30,
     "checkpoint": "runs/x",
