@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_glue.config.environment import set_environment_default
 from megatron_glue.config.process import prepare_process
+from megatron_glue.parallel.process_id import ProcessId, identify, status_of
 from megatron_glue.training.app import main
 from megatron_glue.training.presets import GPT_DEFAULTS
 
@@ -35,38 +35,6 @@ PRELOADED = (
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
 )
 _POLL_S = 0.002
-
-
-@dataclass(frozen=True)
-class ProcessId:
-    """A process, told from a later one that got the same number.
-
-    Attributes:
-        pid: Its number.
-        start_ticks: When it started, in the kernel's clock.
-    """
-
-    pid: int
-    start_ticks: int
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it runs; one that has ended and that nobody waited for does not."""
-        status = _status(self.pid)
-        return status is not None and status.start_ticks == self.start_ticks and status.state not in "ZX"
-
-    def kill(self) -> None:
-        """kill -9, if it is still there."""
-        if self.is_alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-
-@dataclass(frozen=True)
-class _Status:
-    parent: int
-    state: str
-    start_ticks: int
 
 
 class LocalJob:
@@ -97,7 +65,7 @@ class LocalJob:
             self._root.start()
             job_end.close()
         assert self._root.pid is not None
-        self.launcher = _identify(self._root.pid)
+        self.launcher = identify(self._root.pid)
 
     @property
     def exit_code(self) -> int | None:
@@ -211,23 +179,9 @@ def _run_rank(argv: list[str]) -> int:
     return code
 
 
-def _identify(pid: int) -> ProcessId:
-    status = _status(pid)
-    return ProcessId(pid, -1 if status is None else status.start_ticks)
-
-
-def _status(pid: int) -> _Status | None:
-    """Read /proc/PID/stat; the name in it is in brackets and may hold anything."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return _Status(parent=int(fields[1]), state=fields[0], start_ticks=int(fields[19]))
-    except (OSError, IndexError, ValueError):
-        return None
-
-
 def _children_of(pid: int) -> list[ProcessId]:
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (status := _status(int(entry.name))) is not None and status.parent == pid:
+        if entry.name.isdigit() and (status := status_of(int(entry.name))) is not None and status.parent == pid:
             found.append(ProcessId(int(entry.name), status.start_ticks))
     return sorted(found, key=lambda process: (process.start_ticks, process.pid))

@@ -30,6 +30,7 @@ from megatron_glue.parallel.collectives import broadcast_, max_over_ranks
 from megatron_glue.parallel.host_allocator import keep_freed_memory
 from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
+from megatron_glue.parallel.rank_board import RankBoard
 from megatron_glue.training.checkpoint.facts import damage_named
 from megatron_glue.training.checkpoint.files import CheckpointError
 from megatron_glue.training.checkpoint.saving import RunSaver
@@ -52,6 +53,7 @@ from megatron_glue.training.start_record import record_start
 from megatron_glue.training.stopping import SignalListener, StopVote
 from megatron_glue.training.summary import check_writable_file, print_summary, write_json
 from megatron_glue.training.telemetry.build import build_observer
+from megatron_glue.training.watchdog import Watchdog, WatchPlace
 
 SUMMARY_NAME = "summary.json"
 
@@ -155,10 +157,13 @@ def _train(session: Session, saver: RunSaver, monitor: Monitor, start_s: float) 
     minutes = session.config.training.exit_duration_in_mins
     deadline = start_s + 60 * minutes if minutes else None
     faults = FaultWatch(session, monitor.say)
+    place = WatchPlace(session.mesh.rank, saver.store.root, session.heartbeat, saver.finish_in_time)
+    board = RankBoard.of_run(session.mesh.rank, session.mesh.world_size)
     with (
         SignalListener(session.mesh.rank) as signals,
         # Switches off, too, what another run in this process had switched on.
         set_detect_anomaly(session.config.faults.detect_anomaly),
+        Watchdog(place, session.config.faults.watchdog_timeout_s, board),
         build_observer(session, saver, monitor) as observer,
     ):
         vote = StopVote(signals, session.mesh.world_group, deadline)

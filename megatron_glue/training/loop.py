@@ -50,11 +50,13 @@ class Run:
         """Save this iteration; nothing happens if it is on disk already. What fails is told, and training goes on."""
         session = self.session
         self.flush()
+        session.beat("checkpoint")
         self.saver.save(session.iteration, session.training_state)
 
     def flush(self) -> None:
         """Read the numbers that wait, and judge them."""
         session = self.session
+        session.beat("metrics")
         session.metrics.flush(session.host_reader, session.mesh.world_group)
         if self.faults is not None:
             self.faults.after_flush()
@@ -62,6 +64,7 @@ class Run:
     def evaluate(self) -> float:
         """Loss on the held-out documents, nats per token."""
         session = self.session
+        session.beat("evaluation")
         with session.uncounted():
             loss = evaluate(
                 session.built.model,
@@ -162,6 +165,7 @@ def _vote_and_step(run: Run) -> tuple[StopRequest | None, StepResult]:
         return None, train_step(run.session)
     run.stop_vote.begin()
     result = train_step(run.session)
+    run.session.beat("vote")
     return run.stop_vote.end(), result
 
 

@@ -32,6 +32,7 @@ from megatron_glue.parallel.gather import differing_replicas
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint.store import LoadedCheckpoint, TrainingState
 from megatron_glue.training.executor import StepExecutor, build_executor
+from megatron_glue.training.heartbeat import Heartbeat
 from megatron_glue.training.lr_schedule import LearningRateSchedule
 from megatron_glue.training.metrics import RunMetrics, StepResult
 from megatron_glue.training.optimizer import GuardedAdamW, build_optimizer
@@ -136,6 +137,7 @@ class Session:
         unsettled: The newest step under ``--moe-static-capacity-factor``, until :func:`settle_step` or the next step.
         reruns: Steps of this process that were run again.
         provenance: Where each field of the configuration came from; checkpoints keep it.
+        heartbeat: How far the training thread has come, for a watchdog.
     """
 
     config: RunConfig
@@ -155,11 +157,16 @@ class Session:
     unsettled: UnsettledStep | None = None
     reruns: list[Rerun] = field(default_factory=list)
     provenance: dict[str, str] = field(default_factory=dict)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
     def start(self) -> StepStart:
         """Where the next step begins."""
         return StepStart(self.iteration, self.data.loader.position, self.num_micro_batches)
+
+    def beat(self, phase: str) -> None:
+        """Note that a phase of the next step begins, or something behind the newest one."""
+        self.heartbeat.beat(phase, self.iteration + 1)
 
     def rewind(self, start: StepStart) -> None:
         """Drop gradients and go back to where a step began that has updated nothing."""

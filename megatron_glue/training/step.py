@@ -130,6 +130,7 @@ def _run_passes(session: Session, *, may_overflow: bool) -> _Passes:
 
 def _update(session: Session, passes: _Passes) -> StepResult:
     """Clip, update and count."""
+    session.beat("clipping and update")
     norm = session.engine.clip_gradients(session.config.optimizer.clip_grad)
     # An update that was skipped does not move the schedule.
     lr = session.schedule.at(session.iteration - session.optimizer.num_skipped_updates)
@@ -170,7 +171,9 @@ def accumulate_gradients(
     Raises:
         RanksDifferError: Under ``--check-ranks``, if ranks that must see the same micro-batches do not.
     """
+    session.beat("data")
     batches = session.data.loader.next_step()
+    session.beat("forward and backward")
     if session.config.training.check_ranks:
         check_batches(session, batches)
     inputs = step_inputs(session, batches, router_log, overflow_log)

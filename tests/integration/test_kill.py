@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_glue.layers.block import DecoderBlock
-from megatron_glue.training import loop
 from megatron_glue.training.checkpoint import tensors as checkpoint_tensors
 from megatron_glue.training.checkpoint.files import latest_step
 from tests.support.cases import write_corpus
 from tests.support.job import SMALL_FLAGS, RankEnd, kill_self, run_job
+from tests.support.traps import at_step
 
 WORLD_SIZE = 2
 FLAGS = [
@@ -30,19 +29,6 @@ KILL_STEP = 5
 """Counted from 1; step 4 has been saved."""
 SAVED_STEP = 4
 """The save that is killed under way; step 2 has been saved."""
-
-
-def at_step(number: int, act: Callable[[], None]) -> None:
-    """Call something at the start of a step."""
-    real, steps = loop.train_step, iter(range(1, 100))
-
-    @functools.wraps(real)
-    def train_step(session: Any) -> Any:
-        if next(steps) == number:
-            act()
-        return real(session)
-
-    loop.train_step = train_step
 
 
 def in_forward() -> None:

@@ -7,16 +7,15 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_glue.training import loop
 from megatron_glue.training.checkpoint.files import latest_step
 from tests.support.cases import write_corpus
 from tests.support.job import SMALL_FLAGS, run_job
+from tests.support.traps import at_step
 
 FLAGS = [
     *SMALL_FLAGS,
@@ -25,19 +24,6 @@ FLAGS = [
 ]
 SIGNALLED_STEP = 3
 """Counted from 1."""
-
-
-def at_step(number: int, act: Callable[[], None]) -> None:
-    """Call something at the start of a step, when the ranks' vote on it has begun."""
-    real, steps = loop.train_step, iter(range(1, 100))
-
-    @functools.wraps(real)
-    def train_step(session: Any) -> Any:
-        if next(steps) == number:
-            act()
-        return real(session)
-
-    loop.train_step = train_step
 
 
 def signal_self(number: int, victim: int, rank: int) -> None:

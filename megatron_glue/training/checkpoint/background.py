@@ -100,6 +100,18 @@ class BackgroundWriter:
         self._thread = None
         return self._report
 
+    def ends_in_time(self, timeout_s: float) -> bool:
+        """Wait for the save in flight without taking its report.
+
+        Returns:
+            Whether one was in flight and has ended without an error.
+        """
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return False
+        thread.join(timeout_s)
+        return not thread.is_alive() and self._report is not None and self._report.error is None
+
     def close(self) -> None:
         """Free the staged copy; the save in flight has been waited for."""
         if self._thread is None:

@@ -103,6 +103,14 @@ class RunSaver:
         self._wait("before the run ends")
         self.stall_seconds += time.perf_counter() - start
 
+    def finish_in_time(self, timeout_s: float) -> bool:
+        """Wait for the save in flight, but not for ever, from any thread: the process is about to end.
+
+        Returns:
+            Whether one was in flight and has ended. What became of it is not told.
+        """
+        return self._writer is not None and self._writer.ends_in_time(timeout_s)
+
     def close(self) -> None:
         """Wait for the save in flight when a run leaves, however it does, and free memory. Raises nothing."""
         if self._writer is None:
