@@ -43,6 +43,7 @@ from megatron_glue.training.faults import FaultWatch, TrainingFaultError
 from megatron_glue.training.generation import printable
 from megatron_glue.training.isolation import IsolationError, prove_isolation
 from megatron_glue.training.loop import Run, train
+from megatron_glue.training.memory import describe_shortage, first_sentence
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.planning.dry_run import dry_run
 from megatron_glue.training.rank_check import RanksDifferError
@@ -86,8 +87,9 @@ def main(defaults: RunConfig, argv: Sequence[str] | None = None, watch: Callable
         return _report(error, EXIT_FAILED, environment)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            remedy = "lower --micro-batch-size, --seq-length or the model's size, or use --double-buffer-ckpt"
-            return _report(f"out of memory ({error}); {remedy}", EXIT_FAILED, environment)
+            remedy = "make the model smaller, or split it over more ranks"
+            line = f"out of memory before or behind training: {first_sentence(error)}; {remedy}"
+            return _report(line, EXIT_FAILED, environment)
         if is_anomaly(error):
             return _report(f"--detect-anomaly: {error}; the warning above shows its forward", EXIT_FAILED, environment)
         if not is_lost_peer(error):
@@ -167,7 +169,12 @@ def _train(session: Session, saver: RunSaver, monitor: Monitor, start_s: float) 
         build_observer(session, saver, monitor) as observer,
     ):
         vote = StopVote(signals, session.mesh.world_group, deadline)
-        return train(Run(session, saver, monitor, observer, vote, faults))
+        try:
+            return train(Run(session, saver, monitor, observer, vote, faults))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingFaultError(describe_shortage(session, error)) from error
 
 
 def _prove_isolation(config: RunConfig, mesh: ParallelMesh, device: torch.device) -> None:

@@ -58,6 +58,22 @@ def test_nan_on_one_rank_ends_the_run_on_all_after_its_limit(folder: Path) -> No
     assert "warning: loss or gradient of iteration 3 is not finite: skipped on all ranks" in ends[0].out
 
 
+def allocate_everything(victim: int, rank: int) -> None:
+    if rank == victim:
+        after_attention(9, lambda output: output + torch.empty(2**46).sum())
+
+
+def test_memory_that_runs_out_is_one_line_with_a_table_and_a_flag(folder: Path) -> None:
+    ends = run_job(FLAGS, folder, 2, functools.partial(allocate_everything, 1))
+    assert_one_line(
+        ends[1],
+        "error: [rank 1] out of memory on cpu in forward and backward of iteration 3: DefaultCPUAllocator: can't",
+        *("; weights ", " MiB, gradients ", " MiB, moments ", " MiB, activations and the rest ", "; this machine has "),
+        "most is activations and the rest: use --recompute-granularity full, or --double-buffer-ckpt, or a smaller",
+    )
+    assert_one_line(ends[0], "stopped because another rank failed")
+
+
 class _NanInBackward(torch.autograd.Function):
     """An operator with a fault of its own."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_glue.parallel.grad_norm import clip_gradients, global_grad_norm, num_replicas
+from megatron_glue.parallel.grad_norm import clip_gradients, global_grad_norm, num_replicas, scaled_loss
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.shard_spec import ShardSpec, set_shard_spec
 
@@ -73,3 +74,16 @@ def test_replicas_follow_from_the_layout() -> None:
     set_shard_spec(expert, ShardSpec("experts", (4,), (("ep", 0),)))
     assert num_replicas(dense, mesh) == 8
     assert num_replicas(expert, mesh) == 2
+
+
+@pytest.mark.parametrize("value", [3.7, -1e-30, torch.inf, -torch.inf, torch.nan])
+def test_a_loss_that_is_not_finite_spoils_every_gradient_and_a_finite_one_keeps_its_bits(value: float) -> None:
+    x, scale = torch.tensor(value, requires_grad=True), 1.0 / 1537
+    loss = scaled_loss(x, scale)
+    loss.backward()
+    assert x.grad is not None
+    if torch.isfinite(x):
+        assert torch.equal(loss, x * scale)
+        assert torch.equal(x.grad, torch.tensor(scale))
+    else:
+        assert torch.isnan(x.grad)
