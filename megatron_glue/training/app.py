@@ -43,7 +43,7 @@ from megatron_glue.training.faults import FaultWatch, TrainingFaultError
 from megatron_glue.training.generation import printable
 from megatron_glue.training.isolation import IsolationError, prove_isolation
 from megatron_glue.training.loop import Run, train
-from megatron_glue.training.memory import describe_shortage, first_sentence
+from megatron_glue.training.memory_shortage import describe_shortage, first_sentence
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.planning.dry_run import dry_run
 from megatron_glue.training.rank_check import RanksDifferError

@@ -203,6 +203,7 @@ class RunObserver:
             "grad_norm": metrics.grad_norms[-1],
             "tokens_total": metrics.num_tokens,
             "skipped_steps_total": session.optimizer.num_skipped_updates,
+            "loss_spikes_total": metrics.num_loss_spikes,
             "rerun_steps_total": len(session.reruns),
         }
         if self._moe_layers:

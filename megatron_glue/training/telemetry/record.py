@@ -41,6 +41,9 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("lr", "1", "Learning rate of the newest step.", "training"),
     MetricSpec("grad_norm", "1", "Global gradient norm before clipping, of the newest step.", "training"),
     MetricSpec("skipped_steps_total", "steps", "Updates skipped since iteration 0: gradient not finite.", "training"),
+    MetricSpec(
+        "loss_spikes_total", "steps", "Losses that jumped far above the usual (--loss-spike-threshold).", "training"
+    ),
     MetricSpec("rerun_steps_total", "steps", "Steps run again for rows that found no room.", "training"),
     MetricSpec("tokens_total", "tokens", "Live tokens trained on since iteration 0.", "training"),
     MetricSpec("step_ms", "ms", "Wall time of a step, mean of the interval, largest over ranks.", "speed"),

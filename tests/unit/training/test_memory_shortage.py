@@ -10,7 +10,7 @@ import torch
 
 from megatron_glue.parallel.agreement import is_out_of_memory
 from megatron_glue.parallel.mesh import ParallelMesh
-from megatron_glue.training.memory import describe_shortage, first_sentence, memory_table, remedy
+from megatron_glue.training.memory_shortage import describe_shortage, first_sentence, memory_table, remedy
 from megatron_glue.training.session import build_session
 from megatron_glue.training.step import train_step
 from tests.support.cases import small_config, write_corpus
