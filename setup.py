@@ -22,6 +22,7 @@ EXTRAS = {
     "bench": ["matplotlib>=3.8"],
     "metrics": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
+    "mpi": ["mpi4py>=4,<5"],
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})

@@ -138,9 +138,9 @@ def run_audits(
     """Audit model after model: here, on ranks that are started for it, or on those that torchrun started."""
     for name, config in models.items():
         world_size = environment.world_size
-        if not environment.launched_by_torchrun:
+        if not environment.launcher:
             world_size = arguments.ranks or smallest_world(config)
-        is_started_here = world_size > 1 and not environment.launched_by_torchrun
+        is_started_here = world_size > 1 and not environment.launcher
         # Where this process computes, or the last of those that it starts.
         place = (
             RankEnvironment(world_size - 1, world_size - 1, world_size, world_size) if is_started_here else environment

@@ -1,4 +1,6 @@
-"""The one file that reads the process environment: settings in ``MEGATRON_GLUE_*`` and the launcher's variables.
+"""The one file that reads the process environment: settings in ``MEGATRON_GLUE_*``.
+
+What a launcher leaves there is understood by ``launchers.py``, whose names stand here too.
 
 Everything else receives what it needs as values, so that tests and several runs in one process need no environment.
 """
@@ -7,14 +9,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import ENVIRONMENT_PREFIX, Override, field_specs, nearest, parse_switch, parse_words
+from megatron_glue.config.launchers import LAUNCHER_NAMES, RankEnvironment
+
+__all__ = [
+    "CONFIG_NAME",
+    "DISABLE_NAME",
+    "LAUNCHER_NAMES",
+    "RankEnvironment",
+    "environment_overrides",
+    "is_disabled",
+    "read_environment",
+    "set_environment_default",
+]
 
 DISABLE_NAME = ENVIRONMENT_PREFIX + "DISABLE"
 CONFIG_NAME = ENVIRONMENT_PREFIX + "CONFIG"
-LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def read_environment() -> dict[str, str]:
@@ -23,8 +35,9 @@ def read_environment() -> dict[str, str]:
 
 
 def set_environment_default(name: str, value: str) -> None:
-    """Set a variable for libraries that this process is going to load, unless it is set."""
-    os.environ.setdefault(name, value)
+    """Set a variable for libraries that this process is going to load, unless it is set to something."""
+    if not os.environ.get(name):
+        os.environ[name] = value
 
 
 def environment_overrides(environ: Mapping[str, str]) -> list[Override]:
@@ -74,76 +87,3 @@ def is_disabled(environ: Mapping[str, str]) -> bool:
         return parse_switch(text)
     except ValueError as error:
         raise ConfigError(DISABLE_NAME, text, "neither 1 nor 0", "set it to 1 or unset it") from error
-
-
-@dataclass(frozen=True)
-class RankEnvironment:
-    """Who this process is among the processes of the run.
-
-    Attributes:
-        rank: Index of this process, 0 to ``world_size - 1``.
-        local_rank: Its index on this machine.
-        world_size: Number of processes of the run.
-        local_world_size: Number of them on this machine.
-        master_addr: Where rank 0 listens, empty when there is no launcher.
-        launched_by_torchrun: Whether a launcher (torchrun, or one that sets the same variables) started this process.
-    """
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    master_addr: str = ""
-    launched_by_torchrun: bool = False
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, the one that talks."""
-        return self.rank == 0
-
-    @classmethod
-    def from_mapping(cls, environ: Mapping[str, str]) -> RankEnvironment:
-        """Read the launcher's variables.
-
-        They are all set or none is. Half of them means a broken launcher, and guessing would start each machine as a
-        world of its own that hangs or trains alone.
-
-        Args:
-            environ: The environment.
-
-        Raises:
-            ConfigError: When only some are set, one is no number, or the numbers contradict each other.
-        """
-        present = [name for name in LAUNCHER_NAMES if environ.get(name)]
-        if not present:
-            return cls()
-        missing = [name for name in LAUNCHER_NAMES if name not in present]
-        if missing:
-            raise ConfigError(
-                missing[0],
-                "",
-                f"not set, but {', '.join(present)} {'is' if len(present) == 1 else 'are'}",
-                "start with torchrun, or unset all of them",
-            )
-        rank, local_rank, world_size, local_world_size = (_number(environ, name) for name in LAUNCHER_NAMES[:4])
-        if not 0 < (port := _number(environ, "MASTER_PORT")) < 2**16:
-            raise ConfigError("MASTER_PORT", port, "no port is above 65535 or below 1", "start with torchrun")
-        for name, value, size_name, size in (
-            ("RANK", rank, "WORLD_SIZE", world_size),
-            ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
-        ):
-            if value >= size:
-                raise ConfigError(name, value, f"must be below {size_name}={size}", "start with torchrun")
-        if local_world_size > world_size:
-            raise ConfigError(
-                "LOCAL_WORLD_SIZE", local_world_size, f"exceeds WORLD_SIZE={world_size}", "start with torchrun"
-            )
-        return cls(rank, local_rank, world_size, local_world_size, environ["MASTER_ADDR"], True)
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    """Read a count that must not be negative."""
-    text = environ[name]
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(name, text, "not a whole number", "start with torchrun, which sets it")
-    return int(text)

@@ -163,7 +163,7 @@ def _dry_run(command_line: CommandLine, environ: Mapping[str, str], may_dry_run:
         raise ConfigError("--dry-run", "", "exists for the entry points only", "drop it, or use pretrain_gpt.py")
     ranks = RankEnvironment.from_mapping(environ)
     world_size = command_line.world_size or ranks.world_size
-    as_launched = ranks.local_world_size if ranks.launched_by_torchrun else DEFAULT_RANKS_PER_NODE
+    as_launched = ranks.local_world_size if ranks.launcher else DEFAULT_RANKS_PER_NODE
     return DryRun(world_size, command_line.ranks_per_node or min(world_size, as_launched))
 
 

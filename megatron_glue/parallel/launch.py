@@ -1,7 +1,8 @@
 """Starts and ends the process group of a run.
 
-It receives who this process is as values and reads no environment itself (torch reads the rendezvous address that the
-launcher set). A process that no launcher started needs no process group at all.
+It receives who this process is as values and reads no environment itself; torch, and libraries that are loaded later,
+read the variables that torchrun sets, so they are set here where another launcher did not. A process that no launcher
+started needs no process group at all.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_glue.config.environment import RankEnvironment
+from megatron_glue.config.environment import RankEnvironment, set_environment_default
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
+from megatron_glue.parallel.mpi import agree_on_address
 
 
 def choose_device(name: str, environment: RankEnvironment) -> torch.device:
@@ -57,12 +59,17 @@ def init_distributed(environment: RankEnvironment, timeout: timedelta, device: t
         device: This rank's device.
 
     Raises:
-        ConfigError: If the group that came together is not the one that the launcher announced.
+        ConfigError: If the ranks cannot find each other, or the group that came together is not the one that the
+            launcher announced.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not environment.launched_by_torchrun:
+    if not environment.launcher:
         return
+    if not environment.master_addr:
+        environment = agree_on_address(environment)
+    for name, value in environment.variables.items():
+        set_environment_default(name, value)
     # gloo stays at hand on GPUs too: flags and counts of the host then agree without a device synchronisation.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(

@@ -29,7 +29,7 @@ def as_launched(rank: int, world_size: int, port: int) -> RankEnvironment:
     """Trade the harness's process group for the variables that torchrun sets."""
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return RankEnvironment(rank, rank, world_size, world_size, "127.0.0.1", True)
+    return RankEnvironment(rank, rank, world_size, world_size, "127.0.0.1", "torchrun", port)
 
 
 def run_session(rank: int, world_size: int, port: int) -> None:

@@ -30,7 +30,7 @@ def measured_on_rank(rank: int, world_size: int, ahead_ns: int) -> dict[str, Any
 
 
 def fit_on_rank(rank: int, world_size: int, folder: str) -> tuple[bool, list[str]]:
-    environment = RankEnvironment(rank, rank, world_size, world_size, "localhost", True)
+    environment = RankEnvironment(rank, rank, world_size, world_size, "localhost", "torchrun", 29500)
     needs = Needs(Path(folder) / "not yet there", Path(folder), message_mb=1, file_mb=1, shm_mb=0.0)
     checks = preflight(needs, environment, CPU, dist.group.WORLD)
     return is_fit(checks), [check.name for check in checks if check.found == "nothing to measure"]

@@ -1,19 +1,16 @@
-"""The environment: settings and the launcher's variables."""
+"""The environment: settings."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron_glue.config.environment import (
-    LAUNCHER_NAMES,
-    RankEnvironment,
     environment_overrides,
     is_disabled,
     read_environment,
+    set_environment_default,
 )
 from megatron_glue.config.errors import ConfigError
-
-LAUNCHED = dict(zip(LAUNCHER_NAMES, ("5", "1", "8", "4", "node0", "29500"), strict=True))
 
 
 def test_the_process_environment_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +18,13 @@ def test_the_process_environment_is_copied(monkeypatch: pytest.MonkeyPatch) -> N
     environ = read_environment()
     monkeypatch.delenv("MEGATRON_GLUE_NUM_LAYERS")
     assert environ["MEGATRON_GLUE_NUM_LAYERS"] == "3"
+
+
+def test_a_default_leaves_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in (("mine", "mine"), ("", "default")):
+        monkeypatch.setenv("SOME_LIBRARY", before)
+        set_environment_default("SOME_LIBRARY", "default")
+        assert read_environment()["SOME_LIBRARY"] == after
 
 
 def test_fields_by_name() -> None:
@@ -66,41 +70,3 @@ def test_disable() -> None:
     assert not is_disabled({"MEGATRON_GLUE_DISABLE": "0"})
     with pytest.raises(ConfigError, match="neither 1 nor 0"):
         is_disabled({"MEGATRON_GLUE_DISABLE": "perhaps"})
-
-
-def test_without_a_launcher_there_is_one_process() -> None:
-    alone = RankEnvironment.from_mapping({"PATH": "/bin"})
-    assert alone == RankEnvironment(0, 0, 1, 1, "", False)
-    assert alone.is_main
-
-
-def test_the_launchers_variables() -> None:
-    environment = RankEnvironment.from_mapping(LAUNCHED)
-    assert environment == RankEnvironment(5, 1, 8, 4, "node0", True)
-    assert not environment.is_main
-
-
-@pytest.mark.parametrize("missing", LAUNCHER_NAMES)
-def test_f114_half_a_launcher_is_an_error(missing: str) -> None:
-    with pytest.raises(ConfigError, match="not set, but") as caught:
-        RankEnvironment.from_mapping({name: text for name, text in LAUNCHED.items() if name != missing})
-    assert caught.value.field == missing
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("RANK", "x", "not a whole number"),
-        ("RANK", "-1", "not a whole number"),
-        ("RANK", "²", "not a whole number"),
-        ("MASTER_PORT", "http", "not a whole number"),
-        ("MASTER_PORT", "99999", "no port is above 65535"),
-        ("RANK", "8", "must be below WORLD_SIZE=8"),
-        ("LOCAL_RANK", "4", "must be below LOCAL_WORLD_SIZE=4"),
-        ("LOCAL_WORLD_SIZE", "9", "exceeds WORLD_SIZE=8"),
-    ],
-)
-def test_contradictions_of_a_launcher(name: str, text: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
-        RankEnvironment.from_mapping({**LAUNCHED, name: text})
-    assert caught.value.field == name
