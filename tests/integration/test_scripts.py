@@ -1,24 +1,140 @@
-"""Launchers start what they are given, with as many processes as they are told."""
+"""Launchers start what they are given, with as many processes as they are told, and say what they miss."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megatron_glue.parallel.local_ranks import free_port
 from tests.support.commands import ROOT, environment
 
-
-def test_train_single_starts_one_process_per_nproc(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
+SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*") if path.suffix in (".sh", ".sbatch", ".pbs", ".lsf"))
+CHECKED = [*SCRIPTS, ROOT / ".ci/run", ROOT / "tools/bench/gpu.sh"]
+SHOWS_PLACE = (
+    "import os, sys\n"
+    "place = ' '.join(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'))\n"
     # One write per rank: unbuffered, print would send a line and its end apart, and the ranks' would mix.
-    program.write_text("import os, sys; os.write(1, f'rank {os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode())\n")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = [str(ROOT / "scripts/train_single.sh"), str(program), "--flag", "two words"]
-    outcome = subprocess.run(
-        command, env=environment(NPROC="2", PATH=path), capture_output=True, text=True, timeout=120, check=False
-    )
+    "os.write(1, f'rank {place} {sys.argv[1:]}\\n'.encode())\n"
+)
+WITH_PYTHON = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def _environ(**extra: str) -> dict[str, str]:
+    """This environment without what a job around the test may have left."""
+    kept = {name: text for name, text in environment().items() if not name.startswith(("SLURM", "MASTER_", "NPROC"))}
+    return {**kept, "PATH": WITH_PYTHON, **extra}
+
+
+def _run(script: str, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "scripts" / script), *words]
+    return subprocess.run(command, env=_environ(**extra), capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(SHOWS_PLACE)
+    return path
+
+
+@pytest.mark.parametrize("script", CHECKED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_shell_scripts_are_sound(script: Path) -> None:
+    assert script.read_text().startswith("#!/usr/bin/env bash\n")
+    assert script.suffix not in (".sh", ".sbatch") or os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing() -> None:
+    command = ["shellcheck", "--shell=bash", "-x", *map(str, CHECKED)]
+    outcome = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert outcome.returncode == 0, outcome.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_presets_that_a_script_names_exist(script: Path) -> None:
+    for name in re.findall(r"examples/[\w/.]+\.yaml", script.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+def test_train_single_starts_one_process_per_nproc(program: Path) -> None:
+    outcome = _run("train_single.sh", str(program), "--flag", "two words", NPROC="2")
     assert outcome.returncode == 0, outcome.stderr
     lines = sorted(line for line in outcome.stdout.splitlines() if line.startswith("rank"))
-    assert lines == [f"rank {rank} ['--flag', 'two words']" for rank in range(2)]
+    assert lines == [f"rank {rank} {rank} 2 ['--flag', 'two words']" for rank in range(2)]
+
+
+def test_train_multi_node_makes_one_world_of_two_nodes(program: Path) -> None:
+    command = [str(ROOT / "scripts/train_multi_node.sh"), str(program), "a b"]
+    # A name of this machine that is not localhost, so that the check for that does not hold the test up.
+    environ = _environ(HEAD_NODE="127.0.0.2", HEAD_PORT=str(free_port()), NNODES="2", NPROC="1")
+    nodes = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        lines = [line for node in nodes for line in node.communicate(timeout=120)[0].splitlines() if "rank" in line]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert sorted(lines) == [f"rank {rank} 0 2 ['a b']" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("script", "extra", "reason"),
+    [
+        ("train_multi_node.sh", {}, "HEAD_NODE: not set"),
+        ("train_multi_node.sh", {"HEAD_NODE": "gpu01"}, "NNODES=: not a number of machines"),
+        ("train_multi_node.sh", {"HEAD_NODE": "gpu01", "NNODES": "two"}, "NNODES=two: not a number"),
+        ("train_multi_node.sh", {"HEAD_NODE": "localhost", "NNODES": "2"}, "each of the 2 machines would wait"),
+        ("train_multi_node.sh", {"HEAD_NODE": "a.invalid", "NNODES": "2", "NPROC": "1"}, "cannot be resolved"),
+        ("mpi/train.sh", {}, "NP=: not a number of processes"),
+        ("mpi/train.sh", {"NP": "2", "HOSTFILE": "/no/such/file"}, "HOSTFILE=/no/such/file: cannot be read"),
+        ("slurm/job.sh", {}, "SLURM_JOB_ID: not set"),
+    ],
+)
+def test_what_is_missing_is_said(script: str, extra: dict[str, str], reason: str) -> None:
+    outcome = _run(script, "pretrain_gpt.py", **extra)
+    assert outcome.returncode == 2
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert reason in line
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "no-such-node[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "extra", "reason"),
+    [
+        (None, {}, "NPROC=: not a number of ranks, and the job asked for no GPUs"),
+        (None, {"NPROC": "8"}, "scontrol does not name its hosts here"),
+        ("", {"NPROC": "8"}, "scontrol does not name its hosts here"),
+        ("no-such-node1.invalid", {"NPROC": "8"}, "the head node no-such-node1.invalid cannot be resolved"),
+        ("127.0.0.2", {"NPROC": "8", "LAUNCH": "mpirun"}, "LAUNCH=mpirun: neither torchrun nor srun"),
+        ("127.0.0.2", {"NPROC": "8", "MASTER_ADDR": "no-such-head.invalid"}, "no-such-head.invalid cannot be resolved"),
+    ],
+)
+def test_f114_a_job_that_cannot_find_its_head_node_ends(
+    hosts: str | None, extra: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    """Without scontrol, as in a container, it must not go on with this machine as everybody's head."""
+    for name in ("bash", "env", "getent", "dirname"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    if hosts is not None:
+        scontrol = tmp_path / "scontrol"
+        scontrol.write_text(f"#!/bin/sh\necho '{hosts}'\n")
+        scontrol.chmod(0o755)
+    outcome = _run("slurm/job.sh", "pretrain_gpt.py", **JOB, **extra, PATH=str(tmp_path))
+    assert outcome.returncode == 2
+    assert reason in outcome.stderr.splitlines()[-1]
+
+
+def test_a_batch_script_outside_the_checkout_says_so(tmp_path: Path) -> None:
+    for name in ("pretrain_gpt", "pretrain_moe"):
+        outcome = _run(f"slurm/{name}.sbatch", SLURM_SUBMIT_DIR=str(tmp_path))
+        assert outcome.returncode == 2
+        assert "holds no scripts/slurm/job.sh" in outcome.stderr
