@@ -74,6 +74,11 @@ while ((code == 138 || code == 143)); do # a trap ends wait early, with 128 + th
     wait "$step" || code=$?
 done
 
+# Preempted with a grace period, ranks get TERM and save. Slurm requeues such a job only if it has not ended by then.
+is_preempted='JobState=RUNNING .*PreemptTime=[0-9]'
+if ((code == 0)) && [[ $(scontrol show job --oneliner "$SLURM_JOB_ID") =~ $is_preempted ]]; then
+    is_stopping=1
+fi
 if ((is_stopping && code == 0)) && [[ ${REQUEUE:-1} != 0 ]]; then
     echo "job $SLURM_JOB_ID: back into the queue"
     scontrol requeue "$SLURM_JOB_ID"

@@ -36,7 +36,7 @@ FLAGS = [
 ]
 SHORT = ["--train-iters", "6", "--global-batch-size", "4"]
 # Steps that take a while, and enough of them to be signalled in.
-LONG = ["--train-iters", "60", "--global-batch-size", "64"]
+LONG = ["--train-iters", "24", "--global-batch-size", "16"]
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ def test_before_the_time_limit_all_ranks_save_and_the_next_start_goes_on(
 ) -> None:
     """What --signal=B:USR1@300 does: USR1 to the batch shell alone."""
     job = _submit(cluster, tmp_path, LONG, launch)
-    job.wait_for_line("iteration  2/60")
+    job.wait_for_line("iteration  2/24")
     cluster.client("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for_line("back into the queue")
     stopped_at = int(re.findall(r"stopping at iteration (\d+): SIGUSR1 on rank", job.log)[-1])
-    assert latest_step(tmp_path / "run") == stopped_at < 60
+    assert latest_step(tmp_path / "run") == stopped_at < 24
     assert "error" not in job.log
 
     cluster.start_requeued(job.number)
@@ -152,13 +152,13 @@ def test_before_the_time_limit_all_ranks_save_and_the_next_start_goes_on(
 
 def test_a_preempted_job_saves_and_goes_on_later(cluster: SlurmCluster, long: dict[str, Any], tmp_path: Path) -> None:
     job = _submit(cluster, tmp_path, LONG, "torchrun")
-    job.wait_for_line("iteration  2/60")
+    job.wait_for_line("iteration  2/24")
     urgent = ["--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"]
     other = cluster.client("sbatch", *urgent).strip()
     job.wait_for_line("stopping at iteration")
     cluster.wait_for_state(other, "COMPLETED")
     (stopped_at,) = map(int, re.findall(r"stopping at iteration (\d+): SIGTERM on rank", job.log))
-    assert latest_step(tmp_path / "run") == stopped_at < 60
+    assert latest_step(tmp_path / "run") == stopped_at < 24
 
     cluster.start_requeued(job.number)
     _assert_same(job.complete(), long)
@@ -168,7 +168,7 @@ def test_a_preempted_job_saves_and_goes_on_later(cluster: SlurmCluster, long: di
 @pytest.mark.parametrize("launch", ["torchrun", "srun"])
 def test_scancel_ends_everything(launch: str, cluster: SlurmCluster, tmp_path: Path) -> None:
     job = _submit(cluster, tmp_path, LONG, launch)
-    job.wait_for_line("iteration  2/60")
+    job.wait_for_line("iteration  2/24")
     assert len([line for line in cluster.processes("pretrain_moe.py") if "torchrun" not in line]) >= WORLD_SIZE
     cluster.client("scancel", job.number)
     cluster.wait_for_state(job.number, "CANCELLED")

@@ -123,9 +123,10 @@ class SlurmCluster:
             raise AssertionError(f"{what}\n{self.client('squeue', '--all')}\n{self._logs()}")
 
     def start_requeued(self, number: str) -> None:
-        """Start a requeued job now; Slurm would hold it back for two minutes."""
+        """Start a requeued job soon; Slurm would hold it back for two minutes."""
         self.wait_for_state(number, "PENDING")
-        self.client("scontrol", "update", f"jobid={number}", "StartTime=now")
+        # Within the same second as the end of its former life, a node would take it for that one, and refuse it.
+        self.client("scontrol", "update", f"jobid={number}", "StartTime=now+3")
 
     def processes(self, text: str) -> list[str]:
         """Command lines that jobs of this cluster run now and that contain a text."""
