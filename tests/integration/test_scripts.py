@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -72,8 +73,8 @@ def test_train_single_starts_one_process_per_nproc(program: Path) -> None:
 
 def test_train_multi_node_makes_one_world_of_two_nodes(program: Path) -> None:
     command = [str(ROOT / "scripts/train_multi_node.sh"), str(program), "a b"]
-    # A name of this machine that is not localhost, so that the check for that does not hold the test up.
-    environ = _environ(HEAD_NODE="127.0.0.2", HEAD_PORT=str(free_port()), NNODES="2", NPROC="1")
+    # A name that files know: torchrun looks addresses up in reverse, and a name server may let it wait for long.
+    environ = _environ(HEAD_NODE=socket.gethostname(), HEAD_PORT=str(free_port()), NNODES="2", NPROC="1")
     nodes = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         lines = [line for node in nodes for line in node.communicate(timeout=120)[0].splitlines() if "rank" in line]
