@@ -139,3 +139,37 @@ def test_a_batch_script_outside_the_checkout_says_so(tmp_path: Path) -> None:
         outcome = _run(f"slurm/{name}.sbatch", SLURM_SUBMIT_DIR=str(tmp_path))
         assert outcome.returncode == 2
         assert "holds no scripts/slurm/job.sh" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "extra", "program", "words"),
+    [
+        (
+            "pbs/pretrain.pbs",
+            {"PBS_JOBID": "12.server", "PBS_O_WORKDIR": str(ROOT), "PBS_NODEFILE": "nodes"},
+            "mpirun",
+            ["-n 16", "-f nodes", "python pretrain_moe.py", "--save runs/pretrain_moe-12"],
+        ),
+        (
+            "lsf/pretrain.lsf",
+            {"LSB_JOBID": "12", "LSB_HOSTS": "gpu3 gpu1"},
+            "blaunch",
+            ["HEAD_NODE=gpu3 NNODES=2 NPROC=8 RUN_ID=12 HEAD_PORT=10012", "train_multi_node.sh pretrain_moe.py"],
+        ),
+    ],
+)
+def test_templates_start_one_world(
+    script: str, extra: dict[str, str], program: str, words: list[str], tmp_path: Path
+) -> None:
+    """With the scheduler's variables as documented, and its launcher replaced by one that shows what it gets."""
+    (tmp_path / "nodes").write_text("gpu1\n" * 8 + "gpu2\n" * 8)
+    shown = tmp_path / program
+    shown.write_text('#!/bin/sh\nprintf "%s " "$@"\n')
+    shown.chmod(0o755)
+    extra = {name: str(tmp_path / text) if text == "nodes" else text for name, text in extra.items()}
+    command = ["bash", str(ROOT / "scripts" / script)]
+    environ = _environ(**extra, PATH=f"{tmp_path}{os.pathsep}{WITH_PYTHON}")
+    outcome = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    for word in words:
+        assert word.replace("nodes", str(tmp_path / "nodes")) in outcome.stdout
