@@ -130,7 +130,7 @@ class SlurmCluster:
 
     def processes(self, text: str) -> list[str]:
         """Command lines that jobs of this cluster run now and that contain a text."""
-        return [line for _, line in self._job_processes() if text in line]
+        return [line for _, line in self._processes(b"SLURMD_NODENAME=") if text in line]
 
     def close(self) -> None:
         """End jobs, daemons and what jobs left behind, and remove the folder."""
@@ -138,8 +138,9 @@ class SlurmCluster:
             self.client("scancel", "--full", "--user=root", "--signal=KILL")
         for daemon in ("slurmctld", *(f"slurmd-{node}" for node in self.nodes), "munged"):
             self._end_daemon(self.folder / f"{daemon}.pid")
-        # What loses its parent escapes the daemons here, as they track processes by their parents only.
-        for process, _ in self._job_processes():
+        # What loses its parent escapes the daemons here, as they track processes by their parents only; and the keepers
+        # of steps outlive slurmd, by design.
+        for process, _ in self._processes(b"SLURM_CONF="):
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -219,8 +220,8 @@ class SlurmCluster:
         except (OSError, ValueError):
             return
 
-    def _job_processes(self) -> Iterator[tuple[int, str]]:
-        """Processes of this cluster's jobs by their environment, and their command lines."""
+    def _processes(self, variable: bytes) -> Iterator[tuple[int, str]]:
+        """Processes of this cluster that have a variable in their environment, and their command lines."""
         own = f"SLURM_CONF={self.environ['SLURM_CONF']}".encode()
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -228,7 +229,7 @@ class SlurmCluster:
                 line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if own in environ and any(name.startswith(b"SLURMD_NODENAME=") for name in environ):
+            if own in environ and any(text.startswith(variable) for text in environ):
                 yield int(path.name), line
 
     def _logs(self) -> str:
