@@ -69,6 +69,7 @@ def collect_summary(session: Session, heldout_loss: float, saver: RunSaver) -> d
         "tokens_per_second": metrics.tokens_per_second(),
         "tokens": metrics.num_tokens,
         "step_times_s": metrics.step_times_s,
+        "step_tokens": metrics.step_tokens,
         "packing_efficiency": session.data.loader.packing_efficiency,
         "micro_batches": session.num_micro_batches,
         "metadata_builds": cache.builds,
