@@ -37,7 +37,9 @@ PLANNED = (
     ("Gradient norm", "before clipping", ("grad_norm",), True),
     ("Throughput", "tokens/s, all ranks", ("tokens_per_second",), True),
     ("Step time", "ms", ("step_ms",), True),
-    ("Reloads of activations", "ms per step", ("reload.copy_ms", "reload.reload_wait_ms"), True),
+    ("Split of a step", "ms, mean of ranks", ("compute_ms", "communication_ms", "data_ms"), True),
+    ("Model FLOP/s utilisation", "", ("mfu",), True),
+    ("Reloads of activations", "ms per step", ("copy_ms", "reload_wait_ms"), True),
 )
 """(title, unit, series, starts at zero) of the charts that every run has."""
 SWITCHES = (
@@ -45,6 +47,10 @@ SWITCHES = (
     ("double-buffered reload", "enable_double_buffer"),
     ("one-pass MoE grouping", "enable_grouped_index"),
 )
+
+ELSEWHERE = ("config", "provenance", "optimisations")
+"""Of ``env.json``: what other sections show."""
+MOST_ALARMS = 20
 
 
 @dataclass
@@ -136,7 +142,7 @@ def charts(record: RunRecord, page: Page) -> str:
     heldout = take_heldout(record, series)
     drawn = []
     for title, unit, names, starts_at_zero in PLANNED:
-        lines = [Line(name.rpartition(".")[2], list(series.pop(name).items())) for name in names if series.get(name)]
+        lines = [Line(name, list(series.pop(name).items())) for name in names if series.get(name)]
         levels: list[tuple[str, float]] = []
         if title == "Loss" and lines:
             lines += [Line("held out", list(heldout.items()), is_dots=True)] if heldout else []
@@ -177,15 +183,16 @@ def memory_charts(record: RunRecord, series: dict[str, Series]) -> list[Chart]:
 
 def expert_load(record: RunRecord) -> str:
     """The heat map and what it says in words."""
-    rows = [[count * len(row) / sum(row) for count in row] for row in record.expert_counts if sum(row)]
+    rows = record.expert_shares
     if not rows:
-        return '<p class="empty">No counts of experts: the model is dense, or the run has not ended.</p>'
+        reason = "the model is dense, or none were logged and the run has not ended"
+        return f'<p class="empty">No loads of experts: {reason}.</p>'
     shares = [share for row in rows for share in row]
     dead = sum(share == 0 for share in shares)
     words = (
         "Rows are MoE layers, columns experts; 1.00 is an even share, more is orange, less is blue, none is red. "
         f"Smallest {min(shares):.2f}, largest {max(shares):.2f}, {dead} without any token. "
-        f"Dropped: {record.summary.get('dropped_tokens', 0):,}."
+        f"Dropped: {record.summary.get('dropped_tokens', 'unknown')}."
     )
     return f'<div class="card wide">{draw_heat_map(rows, "MoE layer", "expert")}<p class="empty">{words}</p></div>'
 
@@ -193,12 +200,19 @@ def expert_load(record: RunRecord) -> str:
 def optimisations(record: RunRecord) -> str:
     """Switches with their state and origin, then the summary's own rows."""
     accelerator = record.config.get("training", {}).get("accelerator", {})
-    rows = []
-    for name, key in SWITCHES:
-        if key in accelerator:
-            state = Markup('<span class="on">on</span>' if accelerator[key] else '<span class="off">off</span>')
-            rows.append((name, state, record.provenance.get(key, "default")))
-    shown = table(("optimisation", "state", "set by"), rows) if rows else ""
+    switches = [
+        (name, accelerator[key], "", record.provenance.get(key, "default"))
+        for name, key in SWITCHES
+        if key in accelerator
+    ]
+    logged = record.environment.get("optimisations")
+    if isinstance(logged, list) and all(isinstance(entry, Mapping) for entry in logged):
+        switches = [(e.get("name"), e.get("on"), e.get("reason"), e.get("source")) for e in logged] or switches
+    rows = [
+        (name, Markup('<span class="on">on</span>' if is_on else '<span class="off">off</span>'), reason, source)
+        for name, is_on, reason, source in switches
+    ]
+    shown = table(("optimisation", "state", "reason", "set by"), rows) if rows else ""
     try:
         counters = summary_rows(record.summary) if record.summary else []
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -213,7 +227,9 @@ def environment(record: RunRecord) -> str:
     rows = [*record.versions.items()]
     if "device" in record.summary:
         rows.append(("device", f"{record.summary['device']}, {record.summary.get('ranks', 1)} rank(s)"))
-    rows += list(flatten(record.environment))
+    # The configuration and the optimisations have sections of their own.
+    own = {key: value for key, value in record.environment.items() if key not in ELSEWHERE}
+    rows += list(flatten(own))
     return table(("", "value"), rows) if rows else '<p class="empty">Nothing is known of it.</p>'
 
 
@@ -272,8 +288,12 @@ def build_page(record: RunRecord) -> str:
     """
     page = Page([], [])
     page.parts.append(tiles(record))
-    if record.notes:
-        page.parts.append(f'<div class="notes">{"".join(f"<p>{escape(note)}</p>" for note in record.notes)}</div>')
+    alarms = [f"iteration {iteration}: {line}" for iteration, line in record.alarms]
+    if len(alarms) > MOST_ALARMS:
+        alarms = [f"{len(alarms)} alarms, the last {MOST_ALARMS}:", *alarms[-MOST_ALARMS:]]
+    for kind, lines in (("alarms", alarms), ("notes", record.notes)):
+        if lines:
+            page.parts.append(f'<div class="{kind}">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>')
     sections = (
         ("course", "Course", charts(record, page)),
         ("experts", "Expert load", expert_load(record)),

@@ -1,8 +1,9 @@
 """Reads what a run has left in its folder, for people who look at it later or while it goes on. It changes nothing.
 
 Sources, each of which may be missing: ``summary.json`` (written at the end), ``metrics*.jsonl`` (a record per logging
-step), checkpoints (losses and gradient norms of every step up to the newest, configuration, provenance) and
-``env.json``. What is missing or damaged becomes a note, since a report is wanted most where a run went wrong.
+step), checkpoints (losses and gradient norms of every step up to the newest) and ``env.json`` (of the newest start);
+the last two know the configuration and where it came from. What is missing or damaged becomes a note, since a report is
+wanted most where a run went wrong.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class RunRecord:
         provenance: Field -> source, of values that are no defaults.
         versions: Of this project and of torch, as the newest checkpoint names them.
         saved: Checkpoints, oldest first.
-        expert_counts: (token, choice) pairs by MoE layer and expert; empty for a dense model or if unknown.
+        expert_shares: Load by MoE layer and expert as multiples of an even share: of the last process' steps from the
+            summary, else of the newest record; empty for a dense model or if unknown.
+        alarms: (iteration, line) of the alarms that were logged.
         notes: What is missing or damaged, a line each.
     """
 
@@ -74,7 +77,8 @@ class RunRecord:
     provenance: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     saved: list[SavedStep] = field(default_factory=list)
-    expert_counts: list[list[int]] = field(default_factory=list)
+    expert_shares: list[list[float]] = field(default_factory=list)
+    alarms: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -108,8 +112,9 @@ def _fill(record: RunRecord, facts: dict[str, Any], logged: dict[str, Series]) -
     """Put the sources together. What is written last knows most: the log beats the summary, and that a checkpoint."""
     summary = record.summary
     record.name = str(summary.get("name") or record.name)
-    record.config = facts.get("config") or {}
-    record.provenance = facts.get("provenance") or {}
+    started = record.environment
+    record.config = started.get("config") or facts.get("config") or {}
+    record.provenance = started.get("provenance") or facts.get("provenance") or {}
     record.versions = {"megatron_glue": facts["version"], "torch": facts["torch"]} if facts else {}
     for source in (facts.get("counters") or {}, summary):
         for key, name in (("losses", "loss"), ("grad_norms", "grad_norm")):
@@ -123,7 +128,9 @@ def _fill(record: RunRecord, facts: dict[str, Any], logged: dict[str, Series]) -
     if "lr" not in record.series:
         record.series |= _planned_rates(record)
     counts = summary.get("expert_counts")
-    record.expert_counts = counts if isinstance(counts, list) and all(map(_is_row, counts)) else []
+    if isinstance(counts, list) and all(map(_is_row, counts)):
+        shares = [[count * len(row) / sum(row) for count in row] for row in counts if sum(row)]
+        record.expert_shares = shares or record.expert_shares
 
 
 def _numbered(values: Any, first: int = 1) -> Series:
@@ -148,7 +155,7 @@ def _rates(summary: dict[str, Any]) -> dict[str, Series]:
     }
     steps = summary.get("reload_steps") or []
     for key in ("copy_ms", "reload_wait_ms"):
-        found[f"reload.{key}"] = _numbered([step.get(key) for step in steps], first)
+        found[key] = _numbered([step.get(key) for step in steps], first)
     return {name: values for name, values in found.items() if values}
 
 
@@ -195,11 +202,19 @@ def _read_metrics(folder: Path, record: RunRecord) -> dict[str, Series]:
                 num_bad += bool(line.strip())
                 continue
             if isinstance(iteration, int):
+                _take_loads(entry.pop("expert_load", None), record)
+                record.alarms += [(iteration, str(alarm)) for alarm in entry.pop("alarms", None) or []]
                 for name, value in _numbers(entry):
                     series.setdefault(name, {})[iteration] = value
     if num_bad:
         record.notes.append(f"{num_bad} lines of {METRICS_PATTERN} are no records")
     return series
+
+
+def _take_loads(loads: Any, record: RunRecord) -> None:
+    """A record's load of experts by layer; the newest stays."""
+    if isinstance(loads, Mapping) and all(str(layer).isdigit() and _is_row(row) for layer, row in loads.items()):
+        record.expert_shares = [[*map(float, loads[layer])] for layer in sorted(loads, key=int)] or record.expert_shares
 
 
 def _numbers(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -29,7 +29,7 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
     assert [saved.step for saved in record.saved] == [2, 3]
     assert record.saved[0].num_bytes > 100
     assert record.environment == {"git": {"revision": "abc"}}
-    assert record.expert_counts == [[10, 30, 0, 40], [20, 20, 20, 20]]
+    assert record.expert_shares == [[0.5, 1.5, 0.0, 2.0], [1.0] * 4]
 
 
 def test_a_killed_run_is_known_from_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -58,12 +58,37 @@ def test_the_log_wins_and_its_last_half_line_is_no_record(tmp_path: Path) -> Non
     assert "1 lines of metrics*.jsonl are no records" in record.notes
 
 
+def test_a_run_that_goes_on_is_known_from_its_start_and_its_records(tmp_path: Path) -> None:
+    start = {
+        "config": {"training": {"train_iters": 9}},
+        "provenance": {"lr": "command line"},
+        "software": {"torch": "3"},
+    }
+    (tmp_path / "env.json").write_text(json.dumps(start))
+    lines = [
+        {"iteration": 1, "expert_load": {"10": [0.5, 1.5], "9": [1.0, 1.0]}, "alarms": ["dead expert"]},
+        {
+            "iteration": 2,
+            "expert_load": {"10": [0.0, 2.0], "9": [0.75, 1.25]},
+            "expert_load_max": {"9": 1.25, "10": 2.0},
+        },
+        {"iteration": 3, "heldout_loss": 2.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    record = read_run(tmp_path)
+    assert record.expert_shares == [[0.75, 1.25], [0.0, 2.0]], "of the newest record that has them, layers in order"
+    assert record.alarms == [(1, "dead expert")]
+    assert record.series["expert_load_max.10"] == {2: 2.0}
+    assert record.config == start["config"]
+    assert record.provenance == start["provenance"]
+
+
 def test_reloads_of_a_resumed_run_stand_at_their_iterations(tmp_path: Path) -> None:
     steps = [{"copy_ms": 2.0, "reload_wait_ms": 0.5}] * 2
     content = summary_of([5.0, 4.0, 3.0], step_times_s=[0.2, 0.1], reload_steps=steps)
     (tmp_path / "summary.json").write_text(json.dumps(content))
     record = read_run(tmp_path)
-    assert record.series["reload.copy_ms"] == {2: 2.0, 3: 2.0}
+    assert record.series["copy_ms"] == {2: 2.0, 3: 2.0}
     assert record.series["step_ms"] == {2: 200.0, 3: 100.0}
     assert record.series["tokens_per_second"] == {3: 1000.0}
 

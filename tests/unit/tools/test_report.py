@@ -44,8 +44,13 @@ def page_of(folder: Path) -> str:
 def folder(tmp_path: Path) -> Path:
     write_saved_step(tmp_path, 3, [5.0, 4.0, 3.0])
     (tmp_path / "summary.json").write_text(json.dumps(summary_of([5.0, 4.0, 3.0])))
-    (tmp_path / "env.json").write_text('{"cpu": {"cores": 2}, "git_revision": "abc123"}')
-    lines = ({"iteration": n, "memory.allocated_bytes": n * 2**20, "heldout_loss": 3.0, "mfu": 0.4} for n in (1, 2, 3))
+    techniques = [{"name": "packed-metadata cache", "on": True, "reason": "built once", "source": "command line"}]
+    start = {"cpu": {"cores": 2}, "git_revision": "abc123", "optimisations": techniques}
+    (tmp_path / "env.json").write_text(json.dumps(start))
+    lines = (
+        {"iteration": n, "memory.allocated_bytes": n * 2**20, "heldout_loss": 3.0, "z_loss": 0.4, "alarms": ["hot"]}
+        for n in (1, 2, 3)
+    )
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return tmp_path
 
@@ -54,9 +59,9 @@ def test_the_page_holds_everything(folder: Path) -> None:
     page = page_of(folder)
     text = " ".join(Elements(page).texts)
     for expected in (
-        *("Loss", "Learning rate", "Gradient norm", "Throughput", "Memory", "held out", "mfu"),
+        *("Loss", "Learning rate", "Gradient norm", "Throughput", "Memory", "held out", "z_loss"),
         *("cpu.cores", "abc123", "megatron_glue", "9.8.7", "--num-layers", "2 ranks: dp 2", "1 without any token"),
-        *("packed-metadata cache", "predicting by frequency", "1.0 builds", "All "),
+        *("packed-metadata cache", "predicting by frequency", "1.0 builds", "All ", "built once", "iteration 2: hot"),
     ):
         assert expected in text, expected
     assert page.count("data-chart=") == 7
@@ -98,7 +103,7 @@ def test_sections_without_content_say_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "loss": 2.0}')
     text = " ".join(Elements(page_of(tmp_path)).texts)
     for expected in (
-        "No counts of experts",
+        "No loads of experts",
         "Neither a configuration nor a summary",
         "None.",
         "Nothing is known of it",
