@@ -56,6 +56,8 @@ def summary_of(losses: list[float], **more: Any) -> dict[str, Any]:
         "expert_counts": [[10, 30, 0, 40], [20, 20, 20, 20]],
         "dropped_tokens": 0,
         "rerun_iterations": [],
+        "skipped_updates": 0,
+        "loss_spikes": 0,
         "peak_memory_bytes": 3 * 2**20,
         "failed_saves": 0,
         "checkpoint": None,
