@@ -67,9 +67,9 @@ def test_a_second_run_into_the_same_folder_is_refused_on_all_ranks(folder: Path)
     line = "--save=run: another run writes into it; wait for its end, or choose another folder"
     assert [end.code for end in second] == [2, 2], second
     assert [end.error_lines for end in second] == [[f"error: {line}"], [f"error: [rank 1] {line}"]]
-    assert before == [".lock", "env.json", "latest", "step_00000002"]
+    assert before == [".lock", "env.json", "latest", "metrics.jsonl", "step_00000002"]
     assert ends[0].code == 0, ends
-    assert names(folder) == ["env.json", "latest", "step_00000002", "step_00000004", "summary.json"]
+    assert names(folder) == ["env.json", "latest", "metrics.jsonl", "step_00000002", "step_00000004", "summary.json"]
 
 
 def test_a_run_starts_again_at_once_after_kill_and_after_its_end(folder: Path) -> None:

@@ -20,12 +20,10 @@ from megatron_glue.parallel.gather import gather_full_parameters
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.training.checkpoint.saving import RunSaver
 from megatron_glue.training.checkpoint.store import CheckpointStore
-from megatron_glue.training.faults import FaultWatch
 from megatron_glue.training.loop import Run, train
 from megatron_glue.training.monitor import Monitor
 from megatron_glue.training.session import Session, build_session
 from megatron_glue.training.step import settle_step, train_step
-from megatron_glue.training.stopping import SignalListener, StopVote
 from tests.support.cases import small_config, write_corpus
 from tests.support.layout_runs import ADAM_TOLERANCE
 from tests.support.processes import run_distributed
@@ -202,8 +200,7 @@ def loop_to_the_end(session: Session, root: str) -> str:
     said = io.StringIO()
     monitor = Monitor("plain", enabled=True, total=NUM_STEPS, stream=said)
     store = CheckpointStore(Path(root), 9, session.mesh)
-    vote = StopVote(SignalListener(session.mesh.rank), session.mesh.world_group)
-    train(Run(session, RunSaver(store, monitor.say), monitor, vote, FaultWatch(session, monitor.say)))
+    train(Run(session, RunSaver(store, monitor.say), monitor))
     return said.getvalue()
 
 
