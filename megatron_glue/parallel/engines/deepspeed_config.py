@@ -2,7 +2,8 @@
 
 What one of our flags decides is derived; a file that says otherwise is an error, and one that says the same, or
 ``"auto"``, is welcome. What would break a promise of every engine (gradients are sums) or of our checkpoints is
-refused. Everything else in the file goes to DeepSpeed as it is: buckets, overlap, offload to the CPU, profiling.
+refused, and so is what would do nothing here because this package does it (recompute, data). Everything else in the
+file goes to DeepSpeed as it is: buckets, overlap, offload to the CPU, profiling.
 
 DeepSpeed itself is not needed here.
 """
@@ -49,6 +50,17 @@ _REFUSED = {
     "gradient_predivide_factor": ("gradients are sums in every engine", "leave it out"),
     "managed_gradient_accumulation": ("the training step says which micro-batch is the last", "leave it out"),
     "hybrid_engine": ("it is another engine", "leave it out"),
+    "elasticity": ("the batch has one size", "set --global-batch-size"),
+    "amp": ("the compute type is this package's", "set --precision"),
+    "activation_checkpointing": (
+        "blocks are recomputed and offloaded by this package",
+        "use --recompute-granularity, --activation-offload or --double-buffer-ckpt",
+    ),
+    "sparse_attention": ("attention is this package's", "set --window-size"),
+    "progressive_layer_drop": ("every step trains every layer", "leave it out"),
+    "compression_training": ("weights are trained as they are", "leave it out"),
+    "data_efficiency": ("data comes from this package", "leave it out"),
+    "curriculum_learning": ("data comes from this package", "leave it out"),
     "zero_optimization.zenflow": ("it delays updates, and checkpoints would miss them", "leave it out"),
     "zero_optimization.round_robin_gradients": ("DeepSpeed's map of its masters is wrong with it", "leave it out"),
     "zero_optimization.elastic_checkpoint": ("checkpoints fit every layout as it is", "leave it out"),
@@ -128,6 +140,7 @@ def build_config(run: DeepSpeedRun) -> dict[str, Any]:
         return config
     given = read_config_file(run.config_path)
     for key, value in _leaves(given):
+        _refuse(run, given, key, value)
         _check(run, key, value)
     return _merged(config, _without_owned(given))
 
@@ -172,13 +185,27 @@ def _derived(run: DeepSpeedRun) -> dict[str, Any]:
     return config
 
 
-def _check(run: DeepSpeedRun, key: str, value: Any) -> None:
-    """Refuse a value that contradicts our flags or promises."""
+def _refuse(run: DeepSpeedRun, given: Mapping[str, Any], key: str, value: Any) -> None:
+    """Refuse what would break a promise, or would have no effect although the file asks for it."""
     assert run.config_path is not None
     for refused, (reason, remedy) in _REFUSED.items():
         # False and null turn something off, as if it were not there.
-        if (key == refused or key.startswith(f"{refused}.")) and value not in (False, None):
+        is_meant = (key == refused or key.startswith(f"{refused}.")) and value not in (False, None)
+        if is_meant and not _is_disabled(given, refused):
             raise ConfigError(FLAG, run.config_path, f"{refused}: {reason}", remedy)
+
+
+def _is_disabled(given: Mapping[str, Any], key: str) -> bool:
+    """Whether a section of the file says of itself that it is not enabled."""
+    section: Any = given
+    for name in key.split("."):
+        section = section.get(name) if isinstance(section, Mapping) else None
+    return isinstance(section, Mapping) and section.get("enabled") is False
+
+
+def _check(run: DeepSpeedRun, key: str, value: Any) -> None:
+    """Refuse a value that contradicts our flags or promises."""
+    assert run.config_path is not None
     if key.startswith("zero_optimization.offload_") and key.endswith(".device") and value == "nvme":
         reason = f"{key}=nvme: checkpoints need weights and moments in memory"
         raise ConfigError(FLAG, run.config_path, reason, 'offload to "cpu"')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 
 from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.loading import from_dict
+from megatron_glue.parallel.engines import deepspeed_config
 from megatron_glue.parallel.engines.deepspeed_config import DeepSpeedRun, build_config
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.parallel.precision import Precision
+from tests.support.source_tree import ROOT
 
 RUN = {"zero_stage": 2, "dp_size": 4, "micro_batch_size": 3, "num_micro_batches": 5, "clip_grad": 0.7}
 
@@ -133,6 +136,13 @@ def test_unknown_sections_pass_through_and_ours_stay(tmp_path: Path) -> None:
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device=nvme", '"cpu"'),
         ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow: ", "leave it out"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype: ", "leave it out"),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            "activation_checkpointing: ",
+            "--activation-offload",
+        ),
+        ({"elasticity": {"enabled": True}}, "elasticity: ", "--global-batch-size"),
+        ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp: ", "--precision"),
     ],
 )
 def test_a_contradiction_names_the_key_and_our_flag(tmp_path: Path, given: Any, key: str, flag: str) -> None:
@@ -144,6 +154,18 @@ def test_a_contradiction_names_the_key_and_our_flag(tmp_path: Path, given: Any, 
     assert flag in line
 
 
+def test_what_is_turned_off_is_no_contradiction(tmp_path: Path) -> None:
+    off = {
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+        "elasticity": {"enabled": False, "max_train_batch_size": 2000},
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "prescale_gradients": False,
+    }
+    assert build(tmp_path, off).items() >= off.items()
+    with pytest.raises(ConfigError, match=r"bf16\.enabled is false"):
+        build(tmp_path, {"bf16": {"enabled": False}}, is_bf16=True)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("{", "is not JSON"), ("[1]", "holds no JSON object"), ("\x00", "is not JSON")],
@@ -151,6 +173,35 @@ def test_a_contradiction_names_the_key_and_our_flag(tmp_path: Path, given: Any, 
 def test_a_file_that_is_none(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         build(tmp_path, text)
+
+
+def keys_of_the_page(heading: str) -> list[str]:
+    """The keys in the first column of a table in docs/from_deepspeed.md."""
+    page = (ROOT / "docs/from_deepspeed.md").read_text(encoding="utf-8")
+    rows = page.split(f"### {heading}\n", 1)[1].split("\n#", 1)[0].splitlines()
+    return [key for row in rows if row.startswith("| `") for key in re.findall(r"`([\w.]+)`", row.split("|")[1])]
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def test_the_page_says_what_becomes_of_each_key(tmp_path: Path) -> None:
+    decided, refused = keys_of_the_page("Decided by flags"), keys_of_the_page("Refused")
+    assert set(decided) == set(deepspeed_config._OWNED)
+    assert set(refused) == {*deepspeed_config._REFUSED, "bf16.check_grad_overflow"}
+    for key in decided:
+        assert build(tmp_path, nested(key, "auto")), key
+        with pytest.raises(ConfigError, match=re.escape(key)):
+            build(tmp_path, nested(key, 17))
+    for key in refused:
+        value = 0 if key == "bf16.check_grad_overflow" else 17
+        with pytest.raises(ConfigError, match=re.escape(f"{key}: ")):
+            build(tmp_path, nested(key, value))
+    for key in keys_of_the_page("Handed on"):
+        assert build(tmp_path, nested(key, {"enabled": True}))[key.split(".")[0]], key
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
