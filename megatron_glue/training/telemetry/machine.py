@@ -13,6 +13,7 @@ import torch
 
 PROC = Path("/proc")
 INFINIBAND = Path("/sys/class/infiniband")
+NETWORK_S = 1.0
 _WORD_BYTES = 4
 
 
@@ -54,6 +55,25 @@ def _infiniband_bytes() -> int:
             except (OSError, ValueError):
                 continue
     return total
+
+
+class NetworkRate:
+    """Bytes per second through the machine's network, since it was last read."""
+
+    def __init__(self) -> None:
+        self._start = (time.perf_counter(), network_bytes())
+
+    def read(self) -> float | None:
+        """The mean since the last call that returned one; ``None`` where there are no counters, and within
+        :data:`NETWORK_S` of it: adapters' counters may take milliseconds to read."""
+        (start_s, start_bytes), now_s = self._start, time.perf_counter()
+        if start_bytes is None or now_s - start_s < NETWORK_S:
+            return None
+        now_bytes = network_bytes()
+        if now_bytes is None:
+            return None
+        self._start = (now_s, now_bytes)
+        return (now_bytes - start_bytes) / (now_s - start_s)
 
 
 class Utilization:

@@ -44,14 +44,10 @@ class _Interval:
         num_tokens: Live tokens of their packs.
         waited_s: Of the loader at the begin.
         collective_bytes: Of the meter at the begin.
-        network_bytes: Of the machine at the begin.
-        start_s: When it began.
     """
 
     waited_s: float
     collective_bytes: int
-    network_bytes: int | None
-    start_s: float
     num_steps: int = 0
     num_timed: int = 0
     flops: int = 0
@@ -78,6 +74,7 @@ class RunObserver:
         self._flops = ModelFlops(config, session.data.tokenizer.vocab_size)
         self._peak_tflops = peak_tflops(config, session.device)
         self._utilization = machine.Utilization(session.device)
+        self._network = machine.NetworkRate() if self._sinks else None
         self._drift = LengthDrift(session.data.loader.epoch_segment_lengths, logging.length_drift_alarm)
         self._moe_layers = [layer for layer in range(config.model.num_layers) if config.moe.is_moe_layer(layer)]
         self._experts = ExpertWatch(self._moe_layers, logging.expert_imbalance_alarm, logging.dead_expert_alarm)
@@ -169,8 +166,6 @@ class RunObserver:
         return _Interval(
             waited_s=self._session.data.loader.waited_s,
             collective_bytes=self._meter.num_bytes,
-            network_bytes=machine.network_bytes() if self._sinks else None,
-            start_s=time.perf_counter(),
         )
 
     def _own_figures(self) -> RankFigures:
@@ -228,10 +223,8 @@ class RunObserver:
         }
         if self._peak_tflops is not None:
             values["mfu"] = tflops / self._peak_tflops
-        now = machine.network_bytes()
-        if now is not None and interval.network_bytes is not None:
-            seconds = max(time.perf_counter() - interval.start_s, 1e-9)
-            values["network_bytes_per_second"] = (now - interval.network_bytes) / seconds
+        if self._network is not None and (rate := self._network.read()) is not None:
+            values["network_bytes_per_second"] = rate
         return values
 
     def _accelerator_figures(self) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Serves the newest figures to Prometheus: its text format, over Python's own HTTP server, on the first rank.
 
-The page is put together when a record comes, and a scrape only sends it: it costs training nothing. Figures that a
-record lacks stay as they were. There is no password and no encryption, so the port is bound to this machine unless the
-user says otherwise. (The format: prometheus.io, "Exposition formats", version 0.0.4.)
+The page is put together when somebody asks, by the server's thread: steps may be far shorter than the time between two
+scrapes, and a record only leaves its values. Figures that a record lacks stay as they were. There is no password and no
+encryption, so the port is bound to this machine unless the user says otherwise. (The format: prometheus.io, "Exposition
+formats", version 0.0.4.)
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class PrometheusSink:
 
     def __init__(self, host: str, port: int, run_name: str) -> None:
         self._run_name = run_name
-        self._values: dict[tuple[str, int | None], float] = {}
-        self._page = b""
+        # Replaced as a whole and never changed: the server's thread reads it at any time.
+        self._newest: tuple[int | None, dict[tuple[str, int | None], float]] = (None, {})
         try:
             self._server = _Server((host, port), self)
         except OSError as error:
@@ -56,14 +57,16 @@ class PrometheusSink:
     @property
     def page(self) -> bytes:
         """What a scrape gets now; empty before the first record."""
-        return self._page
+        iteration, values = self._newest
+        return b"" if iteration is None else render(values, iteration, self._run_name).encode()
 
     def write(self, record: MetricRecord) -> None:
-        """Renew the page."""
-        self._values.update({(name, None): value for name, value in record.values.items()})
+        """Take the figures over."""
+        values = dict(self._newest[1])
+        values.update({(name, None): value for name, value in record.values.items()})
         for name, of_layer in record.by_layer.items():
-            self._values.update({(name, layer): value for layer, value in of_layer.items()})
-        self._page = render(self._values, record.iteration, self._run_name).encode()
+            values.update({(name, layer): value for layer, value in of_layer.items()})
+        self._newest = (record.iteration, values)
 
     def close(self) -> None:
         """End the server and free the port."""

@@ -9,6 +9,10 @@ from megatron_glue.config.errors import ConfigError
 from megatron_glue.config.fields import flag_of
 from megatron_glue.training.telemetry.record import SPECS, MetricRecord
 
+FLUSH_S = 5.0
+"""What is written reaches the files this often at most: TensorBoard reads them every 30 s, and each flush waits for the
+library's thread. It flushes by itself after two minutes."""
+
 
 class TensorBoardSink:
     """A folder of event files.
@@ -33,6 +37,7 @@ class TensorBoardSink:
             ) from error
         try:
             self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration)
+            self._flushed_at = -FLUSH_S
         except OSError as error:
             reason = f"cannot be written ({(error.strerror or str(error)).lower()})"
             raise ConfigError(flag_of("tensorboard_dir"), folder, reason, "give a folder you own") from error
@@ -46,7 +51,9 @@ class TensorBoardSink:
                 self._add(f"{SPECS[name].group}/{name}/layer_{layer}", value, record)
         for line in record.alarms:
             self._writer.add_text("alarms", line, record.iteration, record.time_s)
-        self._writer.flush()
+        if record.time_s - self._flushed_at >= FLUSH_S:
+            self._flushed_at = record.time_s
+            self._writer.flush()
 
     def _add(self, tag: str, value: float, record: MetricRecord) -> None:
         self._writer.add_scalar(tag, value, record.iteration, record.time_s)

@@ -38,6 +38,21 @@ def test_a_container_has_only_a_card_that_stands_for_another(proc: Path) -> None
     assert machine.network_bytes() == 3
 
 
+def test_the_rate_of_the_network_is_read_once_a_second(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
+    (proc / "net/dev").write_text(HEADER + card("eth0", 100, 0))
+    rate = machine.NetworkRate()
+    (proc / "net/dev").write_text(HEADER + card("eth0", 700, 200))
+    now[0] = 10.5
+    assert rate.read() is None
+    now[0] = 12.0
+    assert rate.read() == 800 / 2
+    (proc / "net/dev").unlink()
+    now[0] = 20.0
+    assert rate.read() is None
+
+
 def test_what_the_kernel_does_not_say_is_unknown(proc: Path) -> None:
     assert machine.network_bytes() is None
     assert machine.resident_bytes() == 0
