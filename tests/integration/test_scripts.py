@@ -84,6 +84,22 @@ def test_train_multi_node_makes_one_world_of_two_nodes(program: Path) -> None:
     assert sorted(lines) == [f"rank {rank} 0 2 ['a b']" for rank in range(2)]
 
 
+@pytest.mark.parametrize(("wait_s", "code"), [("20", 0), ("0", 2)])
+def test_train_multi_node_waits_for_a_name_that_comes_later(wait_s: str, code: int, tmp_path: Path) -> None:
+    """As in a cluster whose first pod starts last."""
+    tries = tmp_path / "tries"
+    for name, text in (
+        ("getent", f"echo >>{tries}; [ $(wc -l <{tries}) -gt 2 ]"),
+        ("torchrun", 'echo "started $*"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    extra = {"HEAD_NODE": "late-0.late", "NNODES": "2", "NPROC": "8", "RUN_ID": "7", "HEAD_WAIT_S": wait_s}
+    outcome = _run("train_multi_node.sh", "pretrain_gpt.py", **extra, PATH=f"{tmp_path}{os.pathsep}{WITH_PYTHON}")
+    assert outcome.returncode == code, outcome.stderr
+    assert ("--rdzv-endpoint late-0.late:29400 --rdzv-id 7" in outcome.stdout) == (code == 0)
+
+
 @pytest.mark.parametrize(
     ("script", "extra", "reason"),
     [
@@ -92,6 +108,11 @@ def test_train_multi_node_makes_one_world_of_two_nodes(program: Path) -> None:
         ("train_multi_node.sh", {"HEAD_NODE": "gpu01", "NNODES": "two"}, "NNODES=two: not a number"),
         ("train_multi_node.sh", {"HEAD_NODE": "localhost", "NNODES": "2"}, "each of the 2 machines would wait"),
         ("train_multi_node.sh", {"HEAD_NODE": "a.invalid", "NNODES": "2", "NPROC": "1"}, "cannot be resolved"),
+        (
+            "train_multi_node.sh",
+            {"HEAD_NODE": "gpu01", "NNODES": "2", "NPROC": "1", "HEAD_WAIT_S": "soon"},
+            "HEAD_WAIT_S=soon: not a number of seconds",
+        ),
         ("mpi/train.sh", {}, "NP=: not a number of processes"),
         ("mpi/train.sh", {"NP": "2", "HOSTFILE": "/no/such/file"}, "HOSTFILE=/no/such/file: cannot be read"),
         ("slurm/job.sh", {}, "SLURM_JOB_ID: not set"),
@@ -132,6 +153,22 @@ def test_f114_a_job_that_cannot_find_its_head_node_ends(
     outcome = _run("slurm/job.sh", "pretrain_gpt.py", **JOB, **extra, PATH=str(tmp_path))
     assert outcome.returncode == 2
     assert reason in outcome.stderr.splitlines()[-1]
+
+
+def test_a_job_puts_its_container_around_the_guard_and_the_ranks(tmp_path: Path) -> None:
+    """The shell that ignores signals must be inside, next to torchrun."""
+    for name, text in (("scontrol", "echo 127.0.0.2"), ("srun", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    extra = {"NPROC": "8", "SRUN_FLAGS": "--container-image=/glue.sqsh", "CONTAINER": "apptainer exec --nv glue.sif"}
+    path = f"{tmp_path}{os.pathsep}{WITH_PYTHON}"
+    outcome = _run("slurm/job.sh", "pretrain_gpt.py", "--save", "/shared/run", **JOB, **extra, PATH=path)
+    assert outcome.returncode == 0, outcome.stderr
+    flags, _, command = outcome.stdout.partition(" --container-image=/glue.sqsh ")
+    assert flags.endswith("--kill-on-bad-exit=1")
+    guard = 'bash -c trap "" USR1 TERM; exec "$@" bash'
+    assert command.startswith(f"apptainer exec --nv glue.sif {guard} torchrun --nnodes 2")
+    assert command.endswith("pretrain_gpt.py --save runs/job-7 --save /shared/run\n")
 
 
 def test_a_batch_script_outside_the_checkout_says_so(tmp_path: Path) -> None:
