@@ -30,7 +30,7 @@ OF_OTHER_PROGRAMS = {
         *("--signals-to-handle",),
     },
     "sbatch": {"--signal", "--nodes", "--gpus-per-node", "--gpus-per-task", "--batch"},
-    "pip": {"--no-build-isolation", "--no-binary"},
+    "pip": {"--no-build-isolation", "--no-binary", "--no-cache-dir"},
     "ruff": {"--check"},
     "pre-commit": {"--hook-type"},
     "nsys": {
@@ -38,7 +38,12 @@ OF_OTHER_PROGRAMS = {
     },
     "py-spy": {"--pid", "--native", "--duration", "--output"},
     "dcgmi": {"--pause", "--resume"},
-    "docker": {"--shm-size"},
+    "docker, podman": {
+        *("--shm-size", "--gpus", "--rm", "--ulimit", "--stop-timeout", "--cap-add", "--user", "--ipc", "--network"),
+        *("--target", "--build-arg", "--ignorefile"),
+    },
+    "apptainer": {"--bind", "--pwd", "--cleanenv"},
+    "pyxis": {"--container-mounts"},
 }
 """Flags of programs that are not this project's."""
 OTHER_VARIABLES = {"MEGATRON_GLUE_CONFIG", "MEGATRON_GLUE_DISABLE"}
