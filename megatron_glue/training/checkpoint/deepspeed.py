@@ -63,10 +63,18 @@ class _ZeroStage(IntEnum):
     max_stage = 3
 
 
+def _member(enum: type, name: str) -> _ZeroStage:
+    """Stands in for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle members of enums; looks nothing else up."""
+    if enum is not _ZeroStage:
+        raise ValueError(f"{name} of {enum!r} is no ZeRO stage")
+    return _ZeroStage[name]
+
+
 _STAND_INS = [
     (_FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
     (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_member, "builtins.getattr"),
 ]
 
 
