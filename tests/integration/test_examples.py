@@ -21,6 +21,8 @@ from megatron_glue.training.planning.memory import MemoryEstimate, estimate_memo
 from megatron_glue.training.presets import GPT_DEFAULTS, MOE_DEFAULTS
 from tests.support.commands import ROOT, succeed, summary
 
+MEMORY_TOLERANCE = 0.02
+"""Share by which a header's memory may differ from what --dry-run prints."""
 UNITS = {"GiB": 2**30, "MiB": 2**20, "B": 1e9, "M": 1e6}
 
 
@@ -97,6 +99,27 @@ def test_preset_fits_its_ranks(preset: Preset) -> None:
         # A group that exchanges rows or parts of layers stays inside a node, or covers whole nodes.
         for size in (config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size):
             assert per_node % size == 0 or size % per_node == 0
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.path.stem)
+def test_a_dry_run_on_its_ranks_says_what_the_header_says(preset: Preset, tmp_path: Path) -> None:
+    """A user's first command; a machine has 8 ranks at most, as the headers of large ones have it."""
+    ranks = str(preset.world_size)
+    command = [preset.entry_point, "--config", str(preset.path), "--dry-run", "--world-size", ranks]
+    # Headers of presets for any device count what a CPU needs.
+    said = succeed([*command, *(["--device", "cpu"] if preset in SMALL else [])], tmp_path).stdout
+    assert "warning: " not in said
+    _, nodes, per_node = map(int, re.findall(r"\d+", preset.line("ranks"))) if preset.world_size > 1 else (1, 1, 1)
+    assert f"\nranks: {ranks} on {nodes} machine(s) of {per_node}\n" in said
+    assert f"would start: {nodes} x torchrun --nnodes {nodes} --nproc-per-node {per_node}" in said
+    # A row for each pipeline rank: stage, layers, numbers, the parts of its memory in GiB, their sum.
+    rows = re.findall(r"^ +\d+ +[\d+]+ +\S+((?: +\d+\.\d{3}){8})$", said, re.MULTILINE)
+    largest = max(float(row.split()[-1]) for row in rows)
+    amount, unit = re.findall(r"= ([\d.]+) (\w+)", preset.line("memory"))[0]
+    claimed = float(amount) * UNITS[unit] / UNITS["GiB"]
+    assert claimed == pytest.approx(largest, rel=MEMORY_TOLERANCE)
+    counted = re.findall(r"^model: (\S+) parameters", said, re.MULTILINE)[0]
+    assert _numbers(counted)[0] == pytest.approx(_numbers(preset.line("parameters"))[0], rel=0.005)
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.path.stem)
