@@ -13,12 +13,12 @@ Shape suffixes: M rows, N columns, K what is summed over.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_glue.backends.processor import processor_facts
 from megatron_glue.ops.matmul import TORCH_MATMUL
 
 _FIRST_WIDE_FAMILY_OF_AMD = 26
@@ -111,10 +111,6 @@ def why_onednn_gains_little() -> str:
 
 def _processor() -> tuple[str, int]:
     """Maker and family, as Linux has them; empty and 0 where the system does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "", 0
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    facts = processor_facts()
     family = facts.get("cpu family", "")
     return facts.get("vendor_id", ""), int(family) if family.isdigit() else 0
