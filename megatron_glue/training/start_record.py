@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron_glue.activation.device_api import device_name, has_integrated_memory
 from megatron_glue.config.loading import ResolvedConfig
 from megatron_glue.parallel.agreement import together
 from megatron_glue.training.run_environment import ENV_NAME, describe_software, environment_record, software
 from megatron_glue.training.session import Session
-from megatron_glue.training.start_report import optimisations
+from megatron_glue.training.start_report import Optimisation, optimisations
 from megatron_glue.training.summary import write_json
+
+
+def describe_start(
+    session: Session, resolved: ResolvedConfig, resumed_from: Path | None = None
+) -> tuple[dict[str, Any], list[Optimisation]]:
+    """Gather what a start is made of.
+
+    Args:
+        session: Before its first step.
+        resolved: Where its configuration came from.
+        resumed_from: Checkpoint that it goes on from; ``None`` for a new run.
+
+    Returns:
+        What ``env.json`` holds, and each optimisation with its state, its reason and its source.
+    """
+    config, built, mesh = session.config, session.built, session.mesh
+    shared = {"auto": has_integrated_memory(session.device), "yes": True, "no": False}
+    is_shared = shared[config.activation.activation_integrated_memory]
+    techniques = optimisations(config, resolved.provenance, is_memory_shared=is_shared)
+    run = {
+        "ranks": mesh.world_size,
+        "layout": mesh.describe(),
+        "device": device_name(session.device),
+        "engine": session.engine.describe(),
+        "backends": {role: {"name": name, "reason": reason} for role, name, reason in built.backends.choices},
+        "activations": built.activation.describe(),
+        "iteration": session.iteration,
+        "resumed_from": None if resumed_from is None else str(resumed_from),
+    }
+    return environment_record(resolved, techniques, run), techniques
 
 
 def record_start(session: Session, resolved: ResolvedConfig, folder: Path, resumed_from: Path | None) -> str:
@@ -29,23 +60,7 @@ def record_start(session: Session, resolved: ResolvedConfig, folder: Path, resum
         OSError: If the file cannot be written.
         PeerFailedError: If that happened on the first rank, on the others.
     """
-    config, built, mesh = session.config, session.built, session.mesh
-    shared = {"auto": has_integrated_memory(session.device), "yes": True, "no": False}
-    is_shared = shared[config.activation.activation_integrated_memory]
-    techniques = optimisations(config, resolved.provenance, is_memory_shared=is_shared)
-    if mesh.rank == 0:
-        run = {
-            "ranks": mesh.world_size,
-            "layout": mesh.describe(),
-            "device": device_name(session.device),
-            "engine": session.engine.describe(),
-            "backends": {role: {"name": name, "reason": reason} for role, name, reason in built.backends.choices},
-            "activations": built.activation.describe(),
-            "iteration": session.iteration,
-            "resumed_from": None if resumed_from is None else str(resumed_from),
-        }
-        record = environment_record(resolved, techniques, run)
-        together(lambda: write_json(folder / ENV_NAME, record), mesh.world_group)
-    else:
-        together(lambda: None, mesh.world_group)
+    mesh = session.mesh
+    record, techniques = describe_start(session, resolved, resumed_from)
+    together(lambda: write_json(folder / ENV_NAME, record) if mesh.rank == 0 else None, mesh.world_group)
     return "\n".join([describe_software(software()), *(entry.describe() for entry in techniques)])
