@@ -19,7 +19,8 @@ gain against depth.
 
 With --gate instead, one run of the configuration as given is held against a baseline that --save-baseline wrote before
 an upgrade: losses, gradient norms, held-out loss, sampled layer outputs, throughput, peak memory. Exit code 1 if a
-figure is beyond its threshold. Compare on the same machine, or loosen the thresholds of throughput and memory.
+figure is beyond its threshold. Compare on the same machine, or loosen the thresholds of throughput and memory. It also
+takes the record.json of an archive; tools/baseline.py keeps those, by version, and compares two without a run.
 
 All flags of pretrain_moe.py are accepted too (--config, --num-layers, ...). Builds, reads and waits are totals over all
 rounds, those before the measured ones included.
@@ -33,7 +34,6 @@ rounds, those before the measured ones included.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from dataclasses import dataclass
@@ -54,8 +54,10 @@ from megatron_glue.parallel.launch import choose_device, distributed_session
 from megatron_glue.parallel.mesh import ParallelMesh
 from megatron_glue.proofs.ablation import VARIANTS, Course, Measurement, check, measure, rows_of
 from megatron_glue.proofs.ablation_report import draw, to_markdown
-from megatron_glue.proofs.gate import Figure, Thresholds, judge
-from megatron_glue.proofs.gate_run import observe_run
+from megatron_glue.proofs.baseline_comparison import gate_table
+from megatron_glue.proofs.baselines import read_observation
+from megatron_glue.proofs.gate import GATED, Thresholds, check_same_run, default_of, judge
+from megatron_glue.proofs.gate_run import compared_settings, described_run, observe_run
 from megatron_glue.proofs.pictures import load_pyplot
 from megatron_glue.training.exit_codes import exit_code_of
 from megatron_glue.training.presets import MOE_DEFAULTS
@@ -63,8 +65,6 @@ from megatron_glue.training.session import build_session
 from megatron_glue.training.summary import check_writable_file, write_json
 
 NUM_EVALUATIONS = 4
-THRESHOLDS = Thresholds()
-BASELINE_KEYS = {"run", "losses", "grad_norms", "heldout", "outputs", "tokens_per_second", "peak_memory_bytes"}
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu-hour-price", type=float, metavar="X", help="price of one rank's hour, for the report")
     parser.add_argument("--save-baseline", metavar="F", help="write a baseline for --gate; measures no variants")
     parser.add_argument("--gate", metavar="F", help="compare with that baseline; exit code 1 on a regression")
-    for name, meaning in (
-        ("loss", "largest relative difference of a loss or gradient norm"),
-        ("output", "largest relative difference of a layer's sampled output"),
-        ("throughput", "largest relative drop of tokens per second"),
-        ("memory", "largest relative growth of peak memory"),
-    ):
-        default = getattr(THRESHOLDS, name)
-        parser.add_argument(f"--gate-{name}", type=float, default=default, metavar="X", help=f"{meaning} ({default})")
+    for name, meaning in GATED.items():
+        parser.add_argument(f"--gate-{name}", type=float, metavar="X", help=f"{meaning} ({default_of(name)})")
     arguments, rest = parser.parse_known_args()
     for name, least in (("steps", 1), ("warmup", 0)):
         if getattr(arguments, name) < least:
@@ -225,9 +219,12 @@ def ablate(config: RunConfig, arguments: argparse.Namespace, place: Place, *, is
 
 def gate(config: RunConfig, arguments: argparse.Namespace, place: Place, *, is_main: bool) -> int:
     """Run the configuration as it is, and save it as a baseline or hold it against one."""
-    baseline = read_baseline(arguments.gate) if arguments.gate else None
+    baseline = read_observation(Path(arguments.gate), "--gate") if arguments.gate else None
     session = build_session(config, place.mesh, place.device, place.folder / "gate")
     try:
+        if baseline is not None:
+            now = described_run(session, arguments.warmup + arguments.steps)
+            check_same_run(now, baseline["run"], compared_settings(RunConfig()), "--gate")
         observed = observe_run(session, arguments.warmup, arguments.steps)
     finally:
         session.close()
@@ -239,38 +236,12 @@ def gate(config: RunConfig, arguments: argparse.Namespace, place: Place, *, is_m
         write_json(arguments.save_baseline, observed)
         print(f"wrote {arguments.save_baseline}")
         return 0
-    limits = Thresholds(arguments.gate_loss, arguments.gate_output, arguments.gate_throughput, arguments.gate_memory)
-    figures = judge(observed, baseline, limits)
-    print_gate(figures, f"against {arguments.gate}, made with {baseline.get('made_with')}")
+    given = {name: getattr(arguments, f"gate_{name}") for name in GATED}
+    figures = judge(observed, baseline, Thresholds.of(baseline).with_given(given))
+    Console(width=124).print(gate_table(figures, f"against {arguments.gate}, made with {baseline.get('made_with')}"))
     num_failed = sum(figure.is_failed for figure in figures)
     print(f"{num_failed} of {len(figures)} figures failed" if num_failed else "no regression")
     return 1 if num_failed else 0
-
-
-def read_baseline(path: str) -> dict[str, Any]:
-    """Read what ``--save-baseline`` wrote.
-
-    Raises:
-        ConfigError: If it is none.
-    """
-    try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError("--gate", path, f"cannot be read ({error})", "make one with --save-baseline") from error
-    if not isinstance(content, dict) or not set(content) >= BASELINE_KEYS:
-        raise ConfigError("--gate", path, "is no baseline", "make one with --save-baseline")
-    return content
-
-
-def print_gate(figures: list[Figure], title: str) -> None:
-    """Show every figure, the failing ones marked."""
-    table = Table(title=title, title_justify="left")
-    for column in ("figure", "baseline", "now", "difference", "allowed", ""):
-        table.add_column(column, justify="left" if column in ("figure", "") else "right", overflow="fold")
-    for figure in figures:
-        cells = (figure.name, figure.baseline, figure.observed, f"{figure.difference:+.1e}", f"{figure.allowed:.1e}")
-        table.add_row(*cells, "FAILED" if figure.is_failed else "ok")
-    Console(width=124).print(table)
 
 
 def run() -> int:

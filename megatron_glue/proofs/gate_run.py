@@ -5,13 +5,20 @@ Shape suffixes: T tokens, D model.
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron_glue.activation.device_api import device_name
+from megatron_glue.backends.processor import processor_facts
+from megatron_glue.config.sections import RunConfig
+from megatron_glue.parallel.collectives import max_over_ranks
 from megatron_glue.proofs.ablation import heldout_loss
+from megatron_glue.proofs.gate import DATA_CONTENT
 from megatron_glue.training.metrics import StepTimer
 from megatron_glue.training.session import Session
 from megatron_glue.training.step import train_settled_step
@@ -20,6 +27,8 @@ from megatron_glue.training.summary import peak_memory_bytes
 NUM_SAMPLED_LAYERS, NUM_SAMPLED_TOKENS, NUM_SAMPLED_CHANNELS = 3, 8, 16
 COMPARED_SECTIONS = ("model", "moe", "parallel", "data", "optimizer")
 COMPARED_TRAINING_FIELDS = ("micro_batch_size", "global_batch_size", "seed", "precision", "eval_iters")
+NOT_COMPARED = {"data.data_path", "parallel.distributed_timeout_minutes"}
+"""Where the data lies says nothing: its content is compared."""
 
 
 def observe_run(session: Session, warmup: int, steps: int) -> dict[str, Any]:
@@ -50,17 +59,53 @@ def observe_run(session: Session, warmup: int, steps: int) -> dict[str, Any]:
         "heldout": [heldout_loss(session)],
         "outputs": outputs,
         "tokens_per_second": tokens / statistics.median(times_s[warmup:]),
-        "peak_memory_bytes": peak_memory_bytes(session.device),
-        "made_with": {"torch": torch.__version__, "device": _device_name(session.device)},
+        "step_ms": [1e3 * seconds for seconds in times_s[warmup:]],
+        "peak_memory_bytes": max_over_ranks(peak_memory_bytes(session.device), session.mesh.world_group),
+        "machine": machine(session.device),
+        "made_with": {
+            "torch": str(torch.__version__),
+            "device": _device_name(session.device),
+            "dtype": str(session.built.precision.compute_dtype).removeprefix("torch."),
+        },
+    }
+
+
+def first_not_finite(observed: dict[str, Any]) -> str:
+    """Name the first figure that is not finite: what is compared with it always fails. Empty if all are."""
+    for key in ("losses", "grad_norms", "heldout"):
+        for step, value in enumerate(observed[key], start=1):
+            if not math.isfinite(value):
+                return f"{key.replace('_', ' ')}, step {step}: {value}"
+    return next((name for name, values in observed["outputs"].items() if not math.isfinite(sum(values))), "")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What throughput and memory depend on beside the run: those of another kind of machine say nothing."""
+    return {
+        "device": device_name(device),
+        "processor": processor_facts().get("model name", "unknown"),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
     }
 
 
 def described_run(session: Session, num_steps: int) -> dict[str, Any]:
     """What must be equal for two observations to be comparable. Kernels and switches may differ: they are on trial."""
-    config = session.config.model_dump(mode="json")
-    sections = {f"{name}.{key}": value for name in COMPARED_SECTIONS for key, value in config[name].items()}
-    training = {f"training.{key}": config["training"][key] for key in COMPARED_TRAINING_FIELDS}
-    return {**sections, **training, "steps": num_steps, "ranks": session.mesh.world_size}
+    data = session.data
+    return {
+        **compared_settings(session.config),
+        DATA_CONTENT: f"{data.train.fingerprint[:12]}+{data.heldout.fingerprint[:12]}",
+        "steps": num_steps,
+        "ranks": session.mesh.world_size,
+    }
+
+
+def compared_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings among :func:`described_run`, as section.field."""
+    values = config.model_dump(mode="json")
+    sections = {f"{name}.{key}": value for name in COMPARED_SECTIONS for key, value in values[name].items()}
+    training = {f"training.{key}": values["training"][key] for key in COMPARED_TRAINING_FIELDS}
+    return {key: value for key, value in {**sections, **training}.items() if key not in NOT_COMPARED}
 
 
 def sample_outputs(session: Session) -> dict[str, list[float]]:
