@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -210,3 +211,60 @@ def test_templates_start_one_world(
     assert outcome.returncode == 0, outcome.stderr
     for word in words:
         assert word.replace("nodes", str(tmp_path / "nodes")) in outcome.stdout
+
+
+@pytest.fixture
+def releases(tmp_path: Path) -> dict[str, str]:
+    """Two checkouts with environments of their own, whose python says which it is."""
+    for name in ("stable", "canary"):
+        (tmp_path / name / ".venv/bin").mkdir(parents=True)
+        (tmp_path / name / "pretrain_moe.py").touch()
+        python = tmp_path / name / ".venv/bin/python"
+        python.write_text(f'#!/bin/sh\necho {name} "$PWD" "$REPO" "$@"\n')
+        python.chmod(0o755)
+    return {"STABLE": str(tmp_path / "stable"), "CANARY": str(tmp_path / "canary")}
+
+
+def _chosen(releases: dict[str, str], percent: int) -> list[str]:
+    """Releases that 30 jobs start with."""
+    outcomes = [_run("canary.sh", f"job-{at}", "python", "x", PERCENT=str(percent), **releases) for at in range(30)]
+    assert all(outcome.returncode == 0 for outcome in outcomes)
+    return [outcome.stdout.split()[0] for outcome in outcomes]
+
+
+def test_a_share_of_jobs_is_canary_and_a_job_stays_where_it_is(releases: dict[str, str]) -> None:
+    few, many = _chosen(releases, 20), _chosen(releases, 60)
+    assert 0 < few.count("canary") < many.count("canary") < 30
+    assert few == _chosen(releases, 20), "a restart chooses the same"
+    assert all(later == "canary" for now, later in zip(few, many, strict=True) if now == "canary")
+    assert set(_chosen(releases, 0)) == {"stable"}
+    assert set(_chosen(releases, 100)) == {"canary"}
+    place = int(hashlib.sha256(b"a job").hexdigest()[:8], 16) % 100
+    for percent, release in ((place, "stable"), (place + 1, "canary")):
+        assert _run("canary.sh", "a job", "python", PERCENT=str(percent), **releases).stdout.startswith(release)
+
+
+def test_a_canary_starts_in_its_own_checkout(releases: dict[str, str]) -> None:
+    outcome = _run("canary.sh", "a job", "python", "--lr", "a b", PERCENT="100", **releases)
+    place = releases["CANARY"]
+    assert outcome.stdout == f"canary {place} {place} --lr a b\n"
+    assert "job a job: canary" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "extra", "reason"),
+    [
+        (["job"], {}, "needs the name of a job and its command"),
+        (["job", "python"], {"PERCENT": "101"}, "PERCENT=101: is not a number from 0 to 100"),
+        (["job", "python"], {"PERCENT": "-5"}, "PERCENT=-5: is not a number"),
+        (["job", "python"], {"CANARY": ""}, "CANARY: is not set"),
+        (["job", "python"], {"STABLE": "/nowhere"}, "STABLE=/nowhere: holds no pretrain_moe.py"),
+    ],
+)
+def test_a_wrong_canary_is_one_line(
+    words: list[str], extra: dict[str, str], reason: str, releases: dict[str, str]
+) -> None:
+    outcome = _run("canary.sh", *words, **{**releases, **extra})
+    assert outcome.returncode == 2
+    (line,) = outcome.stderr.splitlines()
+    assert reason in line

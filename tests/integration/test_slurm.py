@@ -82,14 +82,19 @@ def cluster() -> Iterator[SlurmCluster]:
     started.close()
 
 
-def _submit(cluster: SlurmCluster, folder: Path, flags: list[str], launch: str, *options: str) -> Job:
+def _submit(
+    cluster: SlurmCluster, folder: Path, flags: list[str], launch: str, *options: str, canary: Path | None = None
+) -> Job:
+    """Submit a training; with a checkout as ``canary`` as users do who give a share of their jobs another version."""
+    through = ["scripts/canary.sh", "moe-run-12"] if canary else []
+    releases = {"STABLE": str(canary), "CANARY": str(canary), "PERCENT": "100"} if canary else {"REPO": str(ROOT)}
     write_corpus(folder / "corpus.jsonl")
     paths = ["--data-path", str(folder / "corpus.jsonl"), "--summary-path", str(folder / "summary.json")]
     number = cluster.client(
-        *("sbatch", "--parsable", "--gpus-per-node=0", f"--output={folder / 'log'}", "--nodes=2", *options),
+        *(*through, "sbatch", "--parsable", "--gpus-per-node=0", f"--output={folder / 'log'}", "--nodes=2", *options),
         *("scripts/slurm/pretrain_moe.sbatch", *FLAGS, *flags, *paths, "--save", str(folder / "run")),
         **environment(
-            REPO=str(ROOT),
+            **releases,
             NPROC="1",
             LAUNCH=launch,
             PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -129,6 +134,17 @@ def test_the_batch_script_trains_on_two_nodes(
     _assert_same(job.complete(), short)
     assert "2 ranks: dp 2, ep 2 x edp 1" in job.log
     assert job.state("NumNodes") == "2"
+
+
+def test_a_canary_trains_in_its_own_checkout(cluster: SlurmCluster, short: dict[str, Any], tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    canary.mkdir()
+    for path in ROOT.glob("[!.]*"):
+        (canary / path.name).symlink_to(path)
+    (canary / ".venv").symlink_to(sys.prefix)
+    job = _submit(cluster, tmp_path, SHORT, "torchrun", canary=canary)
+    _assert_same(job.complete(), short)
+    assert job.state("WorkDir") == str(canary)
 
 
 @pytest.mark.parametrize("launch", ["torchrun", "srun"])
