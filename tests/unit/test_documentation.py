@@ -29,8 +29,8 @@ OF_OTHER_PROGRAMS = {
         *("--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--standalone", "--no-python"),
         *("--signals-to-handle",),
     },
-    "sbatch": {"--signal", "--nodes", "--gpus-per-node", "--gpus-per-task", "--batch"},
-    "pip": {"--no-build-isolation", "--no-binary", "--no-cache-dir"},
+    "sbatch": {"--signal", "--job-name", "--nodes", "--gpus-per-node", "--gpus-per-task", "--batch"},
+    "pip": {"--no-build-isolation", "--no-binary", "--no-cache-dir", "--no-deps", "--extra-index-url"},
     "ruff": {"--check"},
     "pre-commit": {"--hook-type"},
     "nsys": {
