@@ -94,6 +94,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str] | None]:
     commands = parser.add_subparsers(dest="command", required=True)
     record = commands.add_parser("record", help="run, and archive what came out")
     record.add_argument("--archive", metavar="DIR", required=True, help="folder of this job's records")
+    record.add_argument("--label", metavar="TEXT", default="", help="behind the record's name, e.g. torch-2.13")
     record.add_argument("--replace", action="store_true", help="a record of the same code gives way")
     record.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
     record.add_argument("--warmup", type=int, default=2, help="steps before them (default 2)")
@@ -137,12 +138,13 @@ def _check(arguments: argparse.Namespace, job: list[str] | None) -> None:
 
 
 def measure(
-    resolved: ResolvedConfig, course: tuple[int, int], prepare: Callable[[Session], None]
+    resolved: ResolvedConfig, name: str, course: tuple[int, int], prepare: Callable[[Session], None]
 ) -> tuple[Record, bool]:
     """Run the job's first steps.
 
     Args:
         resolved: The job.
+        name: Of the record.
         course: Steps whose time is left out, and steps behind them.
         prepare: Called with the session before its first step, on all ranks.
 
@@ -170,21 +172,22 @@ def measure(
         finally:
             session.close()
     written = to_yaml(resolved.config, resolved.provenance)
-    return Record(record_name(software()), observed, started, installed_packages(), written), environment.is_main
+    return Record(name, observed, started, installed_packages(), written), environment.is_main
 
 
 def record(arguments: argparse.Namespace, job: list[str]) -> int:
     """Run and archive."""
     archive, may_replace = Path(arguments.archive), arguments.replace
     resolved = resolve_config(job, read_environment(), PRESETS[arguments.model], "tools/baseline.py")
+    name = record_name(software(), arguments.label)
 
     def prepare(session: Session) -> None:
-        name, is_first = record_name(software()), session.mesh.rank == 0
+        is_first = session.mesh.rank == 0
         together(
             lambda: check_room(archive, name, may_replace=may_replace) if is_first else None, session.mesh.world_group
         )
 
-    made, is_first = measure(resolved, (arguments.warmup, arguments.steps), prepare)
+    made, is_first = measure(resolved, name, (arguments.warmup, arguments.steps), prepare)
     if not is_first:
         return 0
     broken = first_not_finite(made.observed)
@@ -211,12 +214,12 @@ def hold_against(arguments: argparse.Namespace, job: list[str] | None) -> int:
         num_steps, num_timed = int(then.observed["run"]["steps"]), len(then.observed["step_ms"])
         now, is_first = measure(
             resolved,
+            f"{record_name(software())} (now)",
             (num_steps - num_timed, num_timed),
             lambda session: check_comparable(described_run(session, num_steps), then, "--against"),
         )
         if not is_first:
             return 0
-        now = dataclasses.replace(now, name=f"{now.name} (now)")
     else:
         now = read_record(Path(arguments.records[1]), "RECORD")
         check_comparable(now.observed["run"], then, "RECORD")

@@ -45,18 +45,24 @@ class Record:
     config_yaml: str
 
 
-def record_name(software: Mapping[str, str]) -> str:
+def record_name(software: Mapping[str, str], label: str = "") -> str:
     """Name the code: its version and git revision, with a digest of the source where a revision does not say all.
 
     Args:
         software: As ``run_environment.software`` returns it.
+        label: What else the record is told apart by, as a torch or driver on trial; empty for nothing.
+
+    Raises:
+        ConfigError: If the label is no part of a folder's name.
     """
+    if not re.fullmatch(r"[\w.+-]*", label, re.ASCII):
+        raise ConfigError("--label", label, "is no part of a folder's name", "use letters, digits and . _ + -")
     revision, source = software["git revision"], software["source"]
     if revision == "none":
         revision = f"source-{source}"
     elif not re.fullmatch(r"[0-9a-f]+", revision):
         revision = f"{revision}-{source}"
-    return f"{software['megatron_glue']}-{revision}"
+    return "-".join(filter(None, (software["megatron_glue"], revision, label)))
 
 
 def check_room(archive: Path, name: str, *, may_replace: bool) -> None:
@@ -67,7 +73,9 @@ def check_room(archive: Path, name: str, *, may_replace: bool) -> None:
     """
     if (archive / name).exists() and not may_replace:
         reason = "is there already; a record is not overwritten by accident"
-        raise ConfigError("--archive", archive / name, reason, "add --replace, or take another folder for another job")
+        raise ConfigError(
+            "--archive", archive / name, reason, "add --label or --replace, or take another folder for another job"
+        )
     try:
         archive.mkdir(parents=True, exist_ok=True)
         aside = _aside(archive, name)

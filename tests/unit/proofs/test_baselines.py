@@ -68,6 +68,9 @@ def test_a_record_is_named_after_the_code() -> None:
     assert record_name(software) == "0.1.0-3f2a9c1d7e55"
     assert record_name({**software, "git revision": "3f2a+changes"}) == "0.1.0-3f2a+changes-0123456789ab"
     assert record_name({**software, "git revision": "none"}) == "0.1.0-source-0123456789ab"
+    assert record_name(software, "torch-2.13+cpu") == "0.1.0-3f2a9c1d7e55-torch-2.13+cpu"
+    with pytest.raises(ConfigError, match="--label=a/b: is no part of a folder's name"):
+        record_name(software, "a/b")
 
 
 @pytest.mark.parametrize(
