@@ -167,7 +167,7 @@ def measure(
         session.provenance = resolved.provenance
         try:
             prepare(session)
-            started, _ = describe_start(session, dataclasses.replace(resolved, config=config))
+            started = describe_start(session, dataclasses.replace(resolved, config=config))
             observed = observe_run(session, *course)
         finally:
             session.close()

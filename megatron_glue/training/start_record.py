@@ -14,9 +14,7 @@ from megatron_glue.training.start_report import Optimisation, optimisations
 from megatron_glue.training.summary import write_json
 
 
-def describe_start(
-    session: Session, resolved: ResolvedConfig, resumed_from: Path | None = None
-) -> tuple[dict[str, Any], list[Optimisation]]:
+def describe_start(session: Session, resolved: ResolvedConfig, resumed_from: Path | None = None) -> dict[str, Any]:
     """Gather what a start is made of.
 
     Args:
@@ -25,12 +23,9 @@ def describe_start(
         resumed_from: Checkpoint that it goes on from; ``None`` for a new run.
 
     Returns:
-        What ``env.json`` holds, and each optimisation with its state, its reason and its source.
+        What ``env.json`` holds.
     """
-    config, built, mesh = session.config, session.built, session.mesh
-    shared = {"auto": has_integrated_memory(session.device), "yes": True, "no": False}
-    is_shared = shared[config.activation.activation_integrated_memory]
-    techniques = optimisations(config, resolved.provenance, is_memory_shared=is_shared)
+    built, mesh = session.built, session.mesh
     run = {
         "ranks": mesh.world_size,
         "layout": mesh.describe(),
@@ -41,7 +36,7 @@ def describe_start(
         "iteration": session.iteration,
         "resumed_from": None if resumed_from is None else str(resumed_from),
     }
-    return environment_record(resolved, techniques, run), techniques
+    return environment_record(resolved, _techniques(session, resolved), run)
 
 
 def record_start(session: Session, resolved: ResolvedConfig, folder: Path, resumed_from: Path | None) -> str:
@@ -61,6 +56,18 @@ def record_start(session: Session, resolved: ResolvedConfig, folder: Path, resum
         PeerFailedError: If that happened on the first rank, on the others.
     """
     mesh = session.mesh
-    record, techniques = describe_start(session, resolved, resumed_from)
-    together(lambda: write_json(folder / ENV_NAME, record) if mesh.rank == 0 else None, mesh.world_group)
+
+    def write() -> None:
+        if mesh.rank == 0:
+            write_json(folder / ENV_NAME, describe_start(session, resolved, resumed_from))
+
+    together(write, mesh.world_group)
+    techniques = _techniques(session, resolved)
     return "\n".join([describe_software(software()), *(entry.describe() for entry in techniques)])
+
+
+def _techniques(session: Session, resolved: ResolvedConfig) -> list[Optimisation]:
+    """Each optimisation with its state, its reason and its source."""
+    shared = {"auto": has_integrated_memory(session.device), "yes": True, "no": False}
+    is_shared = shared[session.config.activation.activation_integrated_memory]
+    return optimisations(session.config, resolved.provenance, is_memory_shared=is_shared)
