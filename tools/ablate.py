@@ -56,7 +56,7 @@ from megatron_glue.proofs.ablation import VARIANTS, Course, Measurement, check, 
 from megatron_glue.proofs.ablation_report import draw, to_markdown
 from megatron_glue.proofs.baseline_comparison import gate_table
 from megatron_glue.proofs.baselines import read_observation
-from megatron_glue.proofs.gate import GATED, Thresholds, check_same_run, default_of, judge
+from megatron_glue.proofs.gate import GATED, Thresholds, check_same_run, default_of, given_limits, judge
 from megatron_glue.proofs.gate_run import compared_settings, described_run, observe_run
 from megatron_glue.proofs.pictures import load_pyplot
 from megatron_glue.training.exit_codes import exit_code_of
@@ -101,10 +101,10 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     for name, least in (("steps", 1), ("warmup", 0)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name}", getattr(arguments, name), "too few rounds", f"use at least {least}")
-    for name in ("gpu_hour_price", "gate_loss", "gate_output", "gate_throughput", "gate_memory"):
-        value = getattr(arguments, name)
-        if value is not None and not value >= 0:
-            raise ConfigError(f"--{name.replace('_', '-')}", value, "is not a number from 0 on", "give 0 or more")
+    price = arguments.gpu_hour_price
+    if price is not None and not price >= 0:
+        raise ConfigError("--gpu-hour-price", price, "is not a number from 0 on", "give 0 or more")
+    arguments.limits = given_limits(arguments)
     if arguments.gate and arguments.save_baseline:
         raise ConfigError("--gate", arguments.gate, "stands beside --save-baseline", "give one of the two")
     arguments.depths = _parse_depths(arguments.layer_sweep)
@@ -236,8 +236,7 @@ def gate(config: RunConfig, arguments: argparse.Namespace, place: Place, *, is_m
         write_json(arguments.save_baseline, observed)
         print(f"wrote {arguments.save_baseline}")
         return 0
-    given = {name: getattr(arguments, f"gate_{name}") for name in GATED}
-    figures = judge(observed, baseline, Thresholds.of(baseline).with_given(given))
+    figures = judge(observed, baseline, Thresholds.of(baseline).with_given(arguments.limits))
     Console(width=124).print(gate_table(figures, f"against {arguments.gate}, made with {baseline.get('made_with')}"))
     num_failed = sum(figure.is_failed for figure in figures)
     print(f"{num_failed} of {len(figures)} figures failed" if num_failed else "no regression")

@@ -64,7 +64,7 @@ from megatron_glue.proofs.baselines import (
     record_name,
     write_record,
 )
-from megatron_glue.proofs.gate import GATED, Thresholds, default_of, spread_of
+from megatron_glue.proofs.gate import GATED, Thresholds, default_of, given_limits, spread_of
 from megatron_glue.proofs.gate_run import described_run, first_not_finite, observe_run
 from megatron_glue.proofs.packages import installed_packages
 from megatron_glue.training.exit_codes import EXIT_FAILED, exit_code_of
@@ -126,10 +126,8 @@ def _check(arguments: argparse.Namespace, job: list[str] | None) -> None:
         value = getattr(arguments, name, least)
         if value < least:
             raise ConfigError(f"--{name}", value, "too few steps", f"use at least {least}")
-    for name in GATED:
-        value = getattr(arguments, f"gate_{name}", None)
-        if value is not None and not value >= 0:
-            raise ConfigError(f"--gate-{name}", value, "is not a number from 0 on", "give 0 or more")
+    if arguments.command == "compare":
+        arguments.limits = given_limits(arguments)
     if arguments.command == "compare" and len(arguments.records) != (0 if arguments.against else 2):
         shown = " ".join(arguments.records)
         raise ConfigError("RECORD", shown, "needs two records, or one with --against", "name the baseline first")
@@ -139,7 +137,7 @@ def _check(arguments: argparse.Namespace, job: list[str] | None) -> None:
 
 def measure(
     resolved: ResolvedConfig, name: str, course: tuple[int, int], prepare: Callable[[Session], None]
-) -> tuple[Record, bool]:
+) -> Record | None:
     """Run the job's first steps.
 
     Args:
@@ -149,7 +147,7 @@ def measure(
         prepare: Called with the session before its first step, on all ranks.
 
     Returns:
-        What came out, and whether this is the first rank.
+        What came out; ``None`` on ranks other than the first.
     """
     environment = RankEnvironment.from_mapping(read_environment())
     training = resolved.config.training.model_copy(update={"train_iters": sum(course)})
@@ -171,8 +169,9 @@ def measure(
             observed = observe_run(session, *course)
         finally:
             session.close()
-    written = to_yaml(resolved.config, resolved.provenance)
-    return Record(name, observed, started, installed_packages(), written), environment.is_main
+    if not environment.is_main:
+        return None
+    return Record(name, observed, started, installed_packages(), to_yaml(resolved.config, resolved.provenance))
 
 
 def record(arguments: argparse.Namespace, job: list[str]) -> int:
@@ -187,8 +186,8 @@ def record(arguments: argparse.Namespace, job: list[str]) -> int:
             lambda: check_room(archive, name, may_replace=may_replace) if is_first else None, session.mesh.world_group
         )
 
-    made, is_first = measure(resolved, name, (arguments.warmup, arguments.steps), prepare)
-    if not is_first:
+    made = measure(resolved, name, (arguments.warmup, arguments.steps), prepare)
+    if made is None:
         return 0
     broken = first_not_finite(made.observed)
     if broken:
@@ -212,18 +211,18 @@ def hold_against(arguments: argparse.Namespace, job: list[str] | None) -> int:
         words = ["--config", str(Path(first) / CONFIG_NAME)] if job is None else job
         resolved = resolve_config(words, read_environment(), PRESETS[arguments.model], "tools/baseline.py")
         num_steps, num_timed = int(then.observed["run"]["steps"]), len(then.observed["step_ms"])
-        now, is_first = measure(
+        now = measure(
             resolved,
             f"{record_name(software())} (now)",
             (num_steps - num_timed, num_timed),
             lambda session: check_comparable(described_run(session, num_steps), then, "--against"),
         )
-        if not is_first:
+        if now is None:
             return 0
     else:
         now = read_record(Path(arguments.records[1]), "RECORD")
         check_comparable(now.observed["run"], then, "RECORD")
-    limits = Thresholds.of(then.observed).with_given({name: getattr(arguments, f"gate_{name}") for name in GATED})
+    limits = Thresholds.of(then.observed).with_given(arguments.limits)
     comparison = compare(then, now, limits, arguments.performance)
     if arguments.json:
         write_json(arguments.json, comparison.as_record())

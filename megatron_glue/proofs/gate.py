@@ -7,6 +7,7 @@ and memory may not get worse by more than is allowed, and may get better by anyt
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import statistics
@@ -67,6 +68,22 @@ def default_of(name: str) -> str:
     """The default of a threshold, for ``--help``."""
     exact, mixed = (getattr(limits, name) for limits in (Thresholds(), Thresholds.of({"made_with": {"dtype": BF16}})))
     return f"{exact}" if exact == mixed else f"{exact}, in bf16 {mixed}"
+
+
+def given_limits(arguments: argparse.Namespace) -> dict[str, float | None]:
+    """Read a program's flags ``--gate-...``, for :meth:`Thresholds.with_given`.
+
+    Args:
+        arguments: With one for each of :data:`GATED`; ``None`` where it was not given.
+
+    Raises:
+        ConfigError: If one is negative or no number.
+    """
+    given = {name: getattr(arguments, f"gate_{name}") for name in GATED}
+    for name, value in given.items():
+        if value is not None and not value >= 0:
+            raise ConfigError(f"--gate-{name}", value, "is not a number from 0 on", "give 0 or more")
+    return given
 
 
 @dataclass(frozen=True)
