@@ -33,6 +33,12 @@ def _environ(**extra: str) -> dict[str, str]:
     return {**kept, "PATH": WITH_PYTHON, **extra}
 
 
+def _stand_in(path: Path, text: str) -> None:
+    """Put a shell script where a program is looked for."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
 def _run(script: str, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / "scripts" / script), *words]
     return subprocess.run(command, env=_environ(**extra), capture_output=True, text=True, timeout=120, check=False)
@@ -93,8 +99,7 @@ def test_train_multi_node_waits_for_a_name_that_comes_later(wait_s: str, code: i
         ("getent", f"echo >>{tries}; [ $(wc -l <{tries}) -gt 2 ]"),
         ("torchrun", 'echo "started $*"'),
     ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        _stand_in(tmp_path / name, text)
     extra = {"HEAD_NODE": "late-0.late", "NNODES": "2", "NPROC": "8", "RUN_ID": "7", "HEAD_WAIT_S": wait_s}
     outcome = _run("train_multi_node.sh", "pretrain_gpt.py", **extra, PATH=f"{tmp_path}{os.pathsep}{WITH_PYTHON}")
     assert outcome.returncode == code, outcome.stderr
@@ -148,9 +153,7 @@ def test_f114_a_job_that_cannot_find_its_head_node_ends(
     for name in ("bash", "env", "getent", "dirname"):
         (tmp_path / name).symlink_to(shutil.which(name) or name)
     if hosts is not None:
-        scontrol = tmp_path / "scontrol"
-        scontrol.write_text(f"#!/bin/sh\necho '{hosts}'\n")
-        scontrol.chmod(0o755)
+        _stand_in(tmp_path / "scontrol", f"echo '{hosts}'")
     outcome = _run("slurm/job.sh", "pretrain_gpt.py", **JOB, **extra, PATH=str(tmp_path))
     assert outcome.returncode == 2
     assert reason in outcome.stderr.splitlines()[-1]
@@ -159,8 +162,7 @@ def test_f114_a_job_that_cannot_find_its_head_node_ends(
 def test_a_job_puts_its_container_around_the_guard_and_the_ranks(tmp_path: Path) -> None:
     """The shell that ignores signals must be inside, next to torchrun."""
     for name, text in (("scontrol", "echo 127.0.0.2"), ("srun", 'echo "$@"')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        _stand_in(tmp_path / name, text)
     extra = {"NPROC": "8", "SRUN_FLAGS": "--container-image=/glue.sqsh", "CONTAINER": "apptainer exec --nv glue.sif"}
     path = f"{tmp_path}{os.pathsep}{WITH_PYTHON}"
     outcome = _run("slurm/job.sh", "pretrain_gpt.py", "--save", "/shared/run", **JOB, **extra, PATH=path)
@@ -201,9 +203,7 @@ def test_templates_start_one_world(
 ) -> None:
     """With the scheduler's variables as documented, and its launcher replaced by one that shows what it gets."""
     (tmp_path / "nodes").write_text("gpu1\n" * 8 + "gpu2\n" * 8)
-    shown = tmp_path / program
-    shown.write_text('#!/bin/sh\nprintf "%s " "$@"\n')
-    shown.chmod(0o755)
+    _stand_in(tmp_path / program, 'printf "%s " "$@"')
     extra = {name: str(tmp_path / text) if text == "nodes" else text for name, text in extra.items()}
     command = ["bash", str(ROOT / "scripts" / script)]
     environ = _environ(**extra, PATH=f"{tmp_path}{os.pathsep}{WITH_PYTHON}")
@@ -219,9 +219,7 @@ def releases(tmp_path: Path) -> dict[str, str]:
     for name in ("stable", "canary"):
         (tmp_path / name / ".venv/bin").mkdir(parents=True)
         (tmp_path / name / "pretrain_moe.py").touch()
-        python = tmp_path / name / ".venv/bin/python"
-        python.write_text(f'#!/bin/sh\necho {name} "$PWD" "$REPO" "$@"\n')
-        python.chmod(0o755)
+        _stand_in(tmp_path / name / ".venv/bin/python", f'echo {name} "$PWD" "$REPO" "$@"')
     return {"STABLE": str(tmp_path / "stable"), "CANARY": str(tmp_path / "canary")}
 
 

@@ -81,16 +81,10 @@ def test_the_job_starts_a_torchrun_per_node_with_what_it_reads() -> None:
 def test_failures_that_count_are_those_of_the_program() -> None:
     spec = JOB["spec"]
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "podFailurePolicy asks for it"
-    by_code = {
-        rule["onExitCodes"]["values"][0]: rule["action"]
-        for rule in spec["podFailurePolicy"]["rules"]
-        if "onExitCodes" in rule
-    }
+    on_exit = [rule for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    by_code = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in on_exit}
     assert by_code == {2: "FailJob", STOPPED_EARLY: "Ignore"}
-    names = {
-        rule["onExitCodes"]["containerName"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule
-    }
-    assert names == {_container("Job")["name"]}
+    assert {rule["onExitCodes"]["containerName"] for rule in on_exit} == {_container("Job")["name"]}
     assert f"STOPPED_EARLY={STOPPED_EARLY} " in (ROOT / "scripts/docker/entrypoint.sh").read_text()
     assert spec["backoffLimit"] >= spec["completions"], "one rank that fails ends all pods"
 
